@@ -1,0 +1,191 @@
+#include <cstring>
+#include <initializer_list>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include "bind.h"
+#include "kernels.h"
+
+namespace nb = nanobind;
+
+namespace wb {
+
+namespace {
+
+// Any array; what it must be is checked here, with messages that name the argument.
+using In = nb::ndarray<nb::ro, nb::device::cpu>;
+using Out = nb::ndarray<nb::device::cpu>;
+using FloatArray = nb::ndarray<nb::numpy, float>;
+
+std::string shape_of(const nb::ndarray<nb::ro>& array) {
+  std::string text = "[";
+  for (size_t i = 0; i < array.ndim(); ++i) text += (i ? ", " : "") + std::to_string(array.shape(i));
+  return text + "]";
+}
+
+[[noreturn]] void reject(const char* name, const std::string& why) {
+  throw nb::value_error((std::string(name) + ": " + why).c_str());
+}
+
+// -1 in `shape` stands for any size.
+template <class Array>
+void check(const char* name, const Array& array, nb::dlpack::dtype_code code, int bits,
+           std::initializer_list<int64_t> shape) {
+  if (array.dtype().lanes != 1 || array.dtype().code != static_cast<uint8_t>(code) || array.dtype().bits != bits) {
+    const char* family = code == nb::dlpack::dtype_code::Float ? "float"
+                         : code == nb::dlpack::dtype_code::Int ? "int"
+                                                               : "uint";
+    reject(name, "must be " + std::string(family) + std::to_string(bits));
+  }
+  bool fits = array.ndim() == shape.size();
+  size_t axis = 0;
+  std::string wanted = "[";
+  for (const int64_t size : shape) {
+    if (fits && size >= 0 && static_cast<int64_t>(array.shape(axis)) != size) fits = false;
+    wanted += (axis++ ? ", " : "") + (size < 0 ? std::string("any") : std::to_string(size));
+  }
+  if (!fits) reject(name, "has shape " + shape_of(nb::ndarray<nb::ro>(array)) + ", not " + wanted + "]");
+  int64_t stride = 1;
+  for (size_t i = array.ndim(); i-- > 0;) {
+    if (array.size() && array.shape(i) > 1 && array.stride(i) != stride) reject(name, "is not C-contiguous");
+    stride *= static_cast<int64_t>(array.shape(i));
+  }
+}
+
+constexpr auto kFloat = nb::dlpack::dtype_code::Float;
+constexpr auto kInt = nb::dlpack::dtype_code::Int;
+constexpr auto kUInt = nb::dlpack::dtype_code::UInt;
+
+DType parse_dtype(const char* dtype) {
+  if (!std::strcmp(dtype, "float32")) return DType::float32;
+  if (!std::strcmp(dtype, "float16")) return DType::float16;
+  if (!std::strcmp(dtype, "bfloat16")) return DType::bfloat16;
+  reject("dtype", "must be float32, float16 or bfloat16");
+}
+
+// 16-bit weights come as uint16 views, float16 also as itself.
+void check_weight(const char* name, const In& weight, DType dtype, std::initializer_list<int64_t> shape) {
+  if (dtype == DType::float32) return check(name, weight, kFloat, 32, shape);
+  const bool half = dtype == DType::float16 && weight.dtype().code == static_cast<uint8_t>(kFloat);
+  check(name, weight, half ? kFloat : kUInt, 16, shape);
+}
+
+int check_threads(int threads) {
+  if (threads < 0 || threads > 1024) reject("threads", "must be 0 (one for each core) to 1024");
+  return threads;
+}
+
+template <class T>
+const T* data(const In& array) {
+  return static_cast<const T*>(array.data());
+}
+
+int64_t size(const In& array, size_t axis) { return static_cast<int64_t>(array.shape(axis)); }
+
+int64_t bind_sparse_ffn(const In& x, const In& matrix, int64_t slot_bytes, const In& rows, const In& bias,
+                        const char* dtype_name, const Out& out, int threads) {
+  const DType dtype = parse_dtype(dtype_name);
+  check("x", x, kFloat, 32, {-1});
+  const int64_t d = size(x, 0), item = dtype == DType::float32 ? 4 : 2;
+  check("matrix", matrix, kUInt, 8, {-1});
+  check("rows", rows, kInt, 32, {-1});
+  check("bias", bias, kFloat, 32, {-1});
+  check("out", out, kFloat, 32, {d});
+  check_threads(threads);
+  if (slot_bytes < 2 * d * item || slot_bytes % item) reject("slot_bytes", "is too small for two rows of x's length");
+  if (reinterpret_cast<uintptr_t>(matrix.data()) % static_cast<uintptr_t>(item)) reject("matrix", "is misaligned");
+  const int64_t capacity = size(bias, 0);
+  if (size(matrix, 0) < capacity * slot_bytes) reject("matrix", "has fewer slots than bias has entries");
+  const int32_t* row = data<int32_t>(rows);
+  int32_t low = 0, high = -1;
+  for (int64_t i = 0; i < size(rows, 0); ++i) {
+    low = row[i] < low ? row[i] : low;
+    high = row[i] > high ? row[i] : high;
+  }
+  if (low < 0 || high >= capacity) reject("rows", "names a slot outside [0, " + std::to_string(capacity) + ")");
+  nb::gil_scoped_release released;
+  return sparse_ffn(dtype, data<float>(x), d, data<uint8_t>(matrix), slot_bytes, row, size(rows, 0),
+                    data<float>(bias), static_cast<float*>(out.data()), threads);
+}
+
+FloatArray bind_linear(const In& x, const In& weight, std::optional<In> bias, const char* dtype_name, int threads) {
+  const DType dtype = parse_dtype(dtype_name);
+  check("x", x, kFloat, 32, {-1, -1});
+  check_weight("weight", weight, dtype, {-1, size(x, 1)});
+  if (bias) check("bias", *bias, kFloat, 32, {size(weight, 0)});
+  check_threads(threads);
+  FloatArray out = new_array<float>({x.shape(0), weight.shape(0)});
+  {
+    nb::gil_scoped_release released;
+    linear(dtype, data<float>(x), size(x, 0), size(x, 1), data<uint8_t>(weight), size(weight, 0),
+           bias ? data<float>(*bias) : nullptr, out.data(), threads);
+  }
+  return out;
+}
+
+DType check_low_rank(const In& x, const In& a, const In& b, const In& bias, const char* dtype_name, int threads) {
+  const DType dtype = parse_dtype(dtype_name);
+  check("x", x, kFloat, 32, {-1});
+  check_weight("a", a, dtype, {-1, size(x, 0)});
+  check_weight("b", b, dtype, {-1, size(a, 0)});
+  check("bias", bias, kFloat, 32, {size(b, 0)});
+  check_threads(threads);
+  return dtype;
+}
+
+FloatArray bind_scores(const In& x, const In& a, const In& b, const In& bias, const char* dtype_name, int threads) {
+  const DType dtype = check_low_rank(x, a, b, bias, dtype_name, threads);
+  FloatArray out = new_array<float>({b.shape(0)});
+  {
+    nb::gil_scoped_release released;
+    low_rank(dtype, data<float>(x), size(x, 0), data<uint8_t>(a), size(a, 0), data<uint8_t>(b), size(b, 0),
+             data<float>(bias), out.data(), threads);
+  }
+  return out;
+}
+
+nb::ndarray<nb::numpy, int32_t> bind_predict(const In& x, const In& a, const In& b, const In& bias, float threshold, const char* dtype_name,
+                        int threads) {
+  const DType dtype = check_low_rank(x, a, b, bias, dtype_name, threads);
+  thread_local std::vector<float> scores;
+  thread_local std::vector<int32_t> ids;
+  {
+    nb::gil_scoped_release released;
+    scores.resize(b.shape(0));
+    low_rank(dtype, data<float>(x), size(x, 0), data<uint8_t>(a), size(a, 0), data<uint8_t>(b), size(b, 0),
+             data<float>(bias), scores.data(), threads);
+    above(scores.data(), size(b, 0), threshold, ids);
+  }
+  return copy_ids(ids);
+}
+
+uint64_t bind_read_sum(const In& buffer, int threads) {
+  check("buffer", buffer, kUInt, 8, {-1});
+  check_threads(threads);
+  nb::gil_scoped_release released;
+  return read_sum(data<uint8_t>(buffer), size(buffer, 0), threads);
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  m.def("sparse_ffn", &bind_sparse_ffn, nb::arg("x").noconvert(), nb::arg("matrix").noconvert(), nb::arg("slot_bytes"),
+        nb::arg("rows").noconvert(), nb::arg("bias").noconvert(), nb::arg("dtype"), nb::arg("out").noconvert(),
+        nb::arg("threads"));
+  m.def("linear", &bind_linear, nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
+        nb::arg("bias").noconvert().none(), nb::arg("dtype"), nb::arg("threads"));
+  m.def("scores", &bind_scores, nb::arg("x").noconvert(), nb::arg("a").noconvert(), nb::arg("b").noconvert(),
+        nb::arg("bias").noconvert(), nb::arg("dtype"), nb::arg("threads"));
+  m.def("predict", &bind_predict, nb::arg("x").noconvert(), nb::arg("a").noconvert(), nb::arg("b").noconvert(),
+        nb::arg("bias").noconvert(), nb::arg("threshold"), nb::arg("dtype"), nb::arg("threads"));
+  m.def("read_sum", &bind_read_sum, nb::arg("buffer").noconvert(), nb::arg("threads"));
+  m.def("instruction_set", [] { return simd_best().name; });
+}
+
+}  // namespace wb

@@ -1,0 +1,48 @@
+"""A research workbench for running language models larger than memory.
+
+Names are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from workbench.ablation import PAPER_ROWS as PAPER_ROWS
+    from workbench.ablation import Ablation as Ablation
+    from workbench.engines import load as load
+    from workbench.experiments.convert import convert as convert
+    from workbench.flash.store import Store as Store
+    from workbench.flash.store import verify as verify
+    from workbench.predictor.config import PredictorSpec as PredictorSpec
+    from workbench.predictor.low_rank import Predictors as Predictors
+    from workbench.predictor.train import train_predictors as train_predictors
+    from workbench.report import write_report as write_report
+    from workbench.spec import RunSpec as RunSpec
+
+_WHERE = {
+    "Ablation": "workbench.ablation",
+    "PAPER_ROWS": "workbench.ablation",
+    "load": "workbench.engines",
+    "convert": "workbench.experiments.convert",
+    "Store": "workbench.flash.store",
+    "verify": "workbench.flash.store",
+    "PredictorSpec": "workbench.predictor.config",
+    "Predictors": "workbench.predictor.low_rank",
+    "train_predictors": "workbench.predictor.train",
+    "write_report": "workbench.report",
+    "RunSpec": "workbench.spec",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

@@ -1,0 +1,67 @@
+"""The native module: flash reader, slot updates, CPU kernels. Use the packages that wrap it.
+
+Arrays are C-contiguous numpy arrays of exactly the dtype named; nothing is converted or copied.
+The GIL is released in every call that reads, moves or computes.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+Weights = NDArray[Any]  # float32, or uint16 (float16 also as itself) for 16-bit storage
+
+class ReadFailure(Exception):
+    """args: (kind, path, offset, wanted, got, errno), kind one of open, direct, read, short, io_uring, closed, fork."""
+
+class Reader:
+    def __init__(self, engine: str, depth: int, chunk_bytes: int) -> None: ...
+    def open(self, path: str, direct: bool) -> int: ...
+    def close_file(self, handle: int) -> None: ...
+    def close(self) -> None: ...
+    def read(
+        self, file: int, offsets: Int64s, lengths: Int64s, buffer: Bytes, destinations: Int64s, gap_bytes: int
+    ) -> tuple[int, int, float]:
+        """(bytes asked of the kernel, reads, seconds)"""
+
+def plan_reads(offsets: Int64s, lengths: Int64s, gap_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]: ...
+def aligned_buffer(nbytes: int) -> Bytes: ...
+
+class SlotTable:
+    def __init__(
+        self,
+        d_ff: int,
+        capacity: int,
+        slot_bytes: int,
+        matrix: Bytes,
+        pointer: Int32s,
+        slot_bias: Floats,
+        bias: Floats,
+    ) -> None: ...
+    def update(self, predicted: Int32s, window: int) -> tuple[Int32s, Int32s, Int32s, int, int, int]:
+        """(rows, load_ids, load_slots, evicted, moved, trimmed); window -1: nothing leaves for its age"""
+
+    def clear(self) -> None: ...
+    @property
+    def num_used(self) -> int: ...
+
+def sparse_ffn(
+    x: Floats,
+    matrix: Bytes,
+    slot_bytes: int,
+    rows: Int32s,
+    bias: Floats,
+    dtype: str,
+    out: Floats,
+    threads: int,
+) -> int: ...
+def linear(x: Floats, weight: Weights, bias: Floats | None, dtype: str, threads: int) -> Floats: ...
+def scores(x: Floats, a: Weights, b: Weights, bias: Floats, dtype: str, threads: int) -> Floats: ...
+def predict(x: Floats, a: Weights, b: Weights, bias: Floats, threshold: float, dtype: str, threads: int) -> Int32s: ...
+def read_sum(buffer: Bytes, threads: int) -> int: ...
+def instruction_set() -> str:
+    """Which build of the kernels this processor runs: avx2 or baseline."""

@@ -1,0 +1,1 @@
+"""Sparsity, reuse and co-activation as plain array functions."""

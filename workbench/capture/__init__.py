@@ -1,0 +1,1 @@
+"""Text in, activations of a dense model out."""

@@ -1,0 +1,20 @@
+"""The command line: parse, call, show. Everything it does, the package does without it."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of `workbench`. Exit status: 0 done, 1 a named failure, 2 wrong usage, 130 interrupted."""
+    from workbench.cli.app import app
+    from workbench.errors import WorkbenchError
+
+    try:
+        app(standalone_mode=True)
+    except WorkbenchError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("workbench: interrupted; nothing is lost, the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -1,0 +1,105 @@
+"""Options made from the fields of dataclasses, and progress bars."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from workbench.ablation import Ablation
+
+ProgressFunction = Callable[[str, int, int], None]
+BYTES_FROM = 1 << 22
+"""Totals above this are bytes."""
+
+
+def ablation_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command one option for each field of Ablation; it receives those given as the mapping `ablation`."""
+    hints = get_type_hints(Ablation)
+    fields = dataclasses.fields(Ablation)
+    added = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(f, hints[f.name])
+        )
+        for f in fields
+    ]
+
+    @functools.wraps(function)
+    def command(*args: Any, **kwargs: Any) -> Any:
+        given = {f.name: kwargs.pop(f.name) for f in fields}
+        return function(*args, **kwargs, ablation={k: v for k, v in given.items() if v is not None})
+
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "ablation"]
+    kinds = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    command.__signature__ = inspect.Signature([*kinds, *added])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in [*own, *added]}
+    del command.__wrapped__  # typer would look through it, at the signature without the added options
+    return command
+
+
+def _annotation(field: Any, hint: Any) -> Any:
+    text = field.metadata["help"]
+    default = "on" if field.default is True else "off" if field.default is False else field.default
+    if get_origin(hint) is Literal:
+        return Annotated[hint | None, typer.Option(help=f"{text} [{default}]", rich_help_panel="Techniques")]
+    return Annotated[bool | None, typer.Option(help=f"{text} [{default}]", rich_help_panel="Techniques")]
+
+
+def console() -> Console:
+    """Where tables go."""
+    return Console()
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[ProgressFunction]:
+    """A bar on standard error with rate and time left, fed by (what, done, total)."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), transient=False) as bar:
+        task = bar.add_task(title, total=None, rate="")
+
+        def show(what: str, done: int, total: int) -> None:
+            speed = bar.tasks[0].speed or 0.0
+            unit = f"{speed / 1e6:.0f} MB/s" if total > BYTES_FROM else f"{speed:.0f}/s" if speed else ""
+            bar.update(task, description=f"{title}: {what}", completed=done, total=total, rate=unit)
+
+        yield show
+
+
+class Stages:
+    """Progress bars of a job with several steps, one after the other."""
+
+    def __init__(self) -> None:
+        self._open: Any = None
+
+    def __call__(self, title: str) -> ProgressFunction:
+        self.close()
+        self._open = progress_bar(title)
+        return self._open.__enter__()
+
+    def close(self) -> None:
+        """End the last bar."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+    def __enter__(self) -> Stages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,141 @@
+"""The DRAM budget: what goes where, planned before anything is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from workbench.ablation import Ablation
+from workbench.engines.kv import cache_bytes
+from workbench.errors import BudgetError
+from workbench.flash.layout import round_up
+from workbench.flash.store import Store
+from workbench.predictor.low_rank import Predictors
+from workbench.spec import RunSpec, format_bytes, parse_dram
+
+STREAM_BYTES, PROMPT_BYTES = 128 << 20, 32 << 20
+"""Scratch, where neurons that are used once pass through. Without a predictor that is every token's FFN: as large as
+a layer's, at most the first. With one it is the prompt's: half a layer's, at most the second."""
+LEAST_SLOTS = 64
+SLOT_MARGIN = 1.5
+"""Slots over the mean number of neurons in the window, since tokens differ."""
+
+
+def slot_bytes(store: Store) -> int:
+    """Bytes of a neuron in DRAM: its record, at the stride of flash where direct reads can land in place."""
+    layout = store.layout
+    return layout.bundle_stride if layout.bundle_stride % layout.alignment == 0 else round_up(layout.record_bytes, 64)
+
+
+@dataclass(frozen=True)
+class DramPlan:
+    """Bytes of DRAM by use. `slots` holds the capacity of each layer in neurons; `total` is the sum of all bytes."""
+
+    budget_bytes: int
+    resident_bytes: int
+    predictor_bytes: int
+    kv_bytes: int
+    scratch_bytes: int
+    slot_bytes: int
+    slots: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return self.fixed + sum(self.slots) * self.slot_bytes
+
+    @property
+    def fixed(self) -> int:
+        return self.resident_bytes + self.predictor_bytes + self.kv_bytes + self.scratch_bytes
+
+    def to_dict(self) -> dict[str, int | tuple[int, ...]]:
+        return {**asdict(self), "total_bytes": self.total}
+
+
+def plan_dram(store: Store, ablation: Ablation, predictors: Predictors | None, run: RunSpec) -> DramPlan:
+    """Share the budget out. BudgetError, with the least that works, when it cannot hold what it must.
+
+    Fixed: resident weights (one layer's, without `hybrid`), predictors, KV cache, scratch. The rest is slots: with
+    a predictor, each layer gets them by the number of neurons that are predicted there (the paper's Req_i), no more
+    than its window needs; without one, each layer keeps as many neurons as fit.
+    """
+    spec, each = store.spec, slot_bytes(store)
+    try:
+        budget = parse_dram(run.dram, store.model_bytes)
+    except ValueError as error:
+        raise BudgetError(f"--dram: {error}") from None
+    by_group = {group.name: group.nbytes for group in store.groups}
+    layers = [by_group[f"layer.{i}"] for i in range(spec.num_layers)]
+    resident = sum(by_group.values()) if ablation.hybrid else by_group["embed"] + by_group["head"] + layers[0]
+    low_rank = ablation.predictor == "low_rank" and predictors is not None
+    streams = ablation.predictor == "off"
+    scratch = min(STREAM_BYTES // each, spec.d_ff) if streams else min(PROMPT_BYTES // each, -(-spec.d_ff // 2))
+    plan = DramPlan(
+        budget_bytes=budget,
+        resident_bytes=resident,
+        predictor_bytes=predictors.nbytes if low_rank and predictors is not None else 0,
+        kv_bytes=cache_bytes(spec, context_tokens(store, run)),
+        scratch_bytes=max(1, scratch) * each,
+        slot_bytes=each,
+        slots=(),
+    )
+    streams_all = streams and not ablation.hybrid
+    least_slots = 0 if streams else min(LEAST_SLOTS, spec.d_ff)
+    least = plan.fixed + spec.num_layers * least_slots * each
+    if least > budget:
+        raise BudgetError(
+            f"{store.path}: a DRAM budget of {format_bytes(budget)} ({run.dram}) is too small for the resident part; "
+            f"the least that works with {ablation.describe()} is {least} bytes, so pass --dram {-(-least // 2**20)}MiB"
+        )
+    if streams_all:
+        return _with_slots(plan, [0] * spec.num_layers)
+    wanted = _wanted(store, ablation, predictors if low_rank else None, run)
+    return _with_slots(plan, share_out((budget - plan.fixed) // each, wanted, least_slots))
+
+
+def context_tokens(store: Store, run: RunSpec) -> int:
+    """Tokens that the KV cache holds."""
+    positions = store.spec.max_positions
+    return min(run.context, positions) if run.context else positions
+
+
+def share_out(available: int, wanted: list[int], least: int) -> list[int]:
+    """Slots by layer: what each wants if all fits, else in proportion, none below `least`."""
+    if sum(wanted) <= available:
+        return wanted
+    low, high = 0.0, 1.0  # the largest common share that fits
+    for _ in range(50):
+        middle = (low + high) / 2
+        fits = sum(max(least, int(w * middle)) for w in wanted) <= available
+        low, high = (middle, high) if fits else (low, middle)
+    return [max(least, int(w * low)) for w in wanted]
+
+
+def _wanted(store: Store, ablation: Ablation, predictors: Predictors | None, run: RunSpec) -> list[int]:
+    spec = store.spec
+    if predictors is None or ablation.predictor == "off":
+        return [spec.d_ff] * spec.num_layers
+    tokens = run.window + 1 if ablation.windowing else 1
+    means = [float(entry["predicted"]) for entry in predictors.card["layers"]]
+    return [min(spec.d_ff, round_up(int(SLOT_MARGIN * tokens * mean) + LEAST_SLOTS, 64)) for mean in means]
+
+
+def _with_slots(plan: DramPlan, slots: list[int]) -> DramPlan:
+    import dataclasses
+
+    return dataclasses.replace(plan, slots=tuple(slots))
+
+
+def process_rss() -> int:
+    """Resident bytes of this process now (Linux: /proc; elsewhere the peak that getrusage knows)."""
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def all_neurons(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32)

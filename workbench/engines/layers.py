@@ -1,0 +1,90 @@
+"""transformers' modules over weights as the store keeps them: 16-bit storage, float32 arithmetic.
+
+A resident weight is never widened as a whole, so that the DRAM it takes is what flash holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from workbench.kernels.linear import linear
+
+FEW_TOKENS = 8
+"""Up to here the native kernel is used, whose time is that of reading the weights once."""
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def as_numpy(weight: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A stored weight for the kernels: float32, or 16-bit as uint16. No copy."""
+    weight = weight.detach()
+    return weight.numpy() if weight.dtype == torch.float32 else weight.view(torch.uint16).numpy()
+
+
+class StoredLinear(nn.Module):
+    """A linear layer, weight [out, in] in the store's dtype; takes and returns float32."""
+
+    def __init__(self, dtype: str, threads: int):
+        super().__init__()
+        self.dtype_name, self.threads = dtype, threads
+        self.weight: nn.Parameter
+        self.bias: nn.Parameter | None
+
+    @classmethod
+    def like(cls, module: nn.Linear, dtype: str, threads: int) -> StoredLinear:
+        made = cls(dtype, threads)
+        made.register_parameter("weight", cast(nn.Parameter, module.weight))
+        made.register_parameter("bias", module.bias)
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        bias = None if self.bias is None else self.bias.detach().float()
+        if len(rows) > FEW_TOKENS:
+            return F.linear(x, self.weight.float(), bias)
+        out = linear(
+            np.ascontiguousarray(rows.numpy()),
+            as_numpy(self.weight),
+            None if bias is None else bias.numpy(),
+            self.dtype_name,
+            self.threads,
+        )
+        return torch.from_numpy(out).view(*x.shape[:-1], out.shape[-1])
+
+
+class StoredLayerNorm(nn.Module):
+    """Layer norm whose affine part is in the store's dtype."""
+
+    def __init__(self, shape: tuple[int, ...], eps: float):
+        super().__init__()
+        self.shape, self.eps = shape, eps
+        self.weight: nn.Parameter | None
+        self.bias: nn.Parameter | None
+
+    @classmethod
+    def like(cls, module: nn.LayerNorm) -> StoredLayerNorm:
+        made = cls(module.normalized_shape, module.eps)
+        made.register_parameter("weight", module.weight)
+        made.register_parameter("bias", module.bias)
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = None if self.weight is None else self.weight.float()
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x, self.shape, weight, bias, self.eps)
+
+
+def use_stored_weights(model: nn.Module, dtype: str, threads: int) -> None:
+    """Swap, in place, every linear and layer norm for its stored twin; embeddings return float32."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, StoredLinear.like(child, dtype, threads))
+            elif type(child) is nn.LayerNorm:
+                setattr(parent, name, StoredLayerNorm.like(child))
+            elif isinstance(child, nn.Embedding):
+                child.register_forward_hook(lambda module, inputs, out: out.float())

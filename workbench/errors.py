@@ -1,0 +1,45 @@
+"""One error class for each family of failures.
+
+Every message is one line: what failed, where, and what to do about it. The command line prints it
+and exits with status 1; nothing else prints a traceback for a failure that a user can cause.
+"""
+
+
+class WorkbenchError(Exception):
+    """Base of every named failure. `str(error)` is the one line to show."""
+
+
+class CheckpointError(WorkbenchError):
+    """A model checkpoint is missing, damaged, unsafe or of a kind that is not supported."""
+
+
+class StoreError(WorkbenchError):
+    """A flash store is damaged, incomplete, of another version, or could not be read or written."""
+
+
+class ReaderError(StoreError):
+    """Flash could not be read as asked: no direct I/O, no io_uring, a short read."""
+
+
+class AblationError(WorkbenchError):
+    """A combination of techniques is undefined, or needs something that was not given."""
+
+
+class BudgetError(WorkbenchError):
+    """The DRAM budget cannot hold what has to be resident."""
+
+
+class PredictorError(WorkbenchError):
+    """Predictors are missing, damaged, or were trained for another model."""
+
+
+class DataError(WorkbenchError):
+    """Text could not be read, or is not in a layout that is understood."""
+
+
+class RecordError(WorkbenchError):
+    """A stored record is missing, damaged or of another schema."""
+
+
+class DeviceError(WorkbenchError):
+    """A backend or device was asked for that this machine or installation does not have."""

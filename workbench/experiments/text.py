@@ -1,0 +1,31 @@
+"""Token ids of text for runs of an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.capture.text import documents, token_windows
+from workbench.errors import DataError
+from workbench.flash.store import Store
+
+
+def store_tokenizer(store: Store) -> Any:
+    """The tokenizer that lies in a store. DataError when there is none."""
+    if store.tokenizer_path is None:
+        raise DataError(f"{store.path}: it has no tokenizer; convert a checkpoint that has tokenizer.json")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(store.tokenizer_path)
+
+
+def window_of(data: Any, store: Store, length: int) -> np.ndarray:
+    """The first `length` token ids (int64) of the text. `data`: what `documents` takes, or an iterator of texts."""
+    docs = documents(data) if isinstance(data, str | Path) else data
+    for window in token_windows(docs, store_tokenizer(store), length):
+        return window
+    raise DataError(
+        f"the text has fewer than {length} tokens; give --data with more, or a smaller --prompt or --tokens"
+    )

@@ -1,0 +1,73 @@
+"""What the rest of the workbench asks of an architecture: one module of `workbench.models` for each model_type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from workbench.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class FfnNames:
+    """Names of one layer's FFN tensors. `up` and `gate` are [d_ff, d_model], `down` is [d_model, d_ff]."""
+
+    up: str
+    up_bias: str | None
+    down: str
+    down_bias: str | None
+    gate: str | None = None
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The FFN matrices by part index: up, down, (gate)."""
+        return (self.up, self.down) if self.gate is None else (self.up, self.down, self.gate)
+
+
+class Family(Protocol):
+    """An architecture. Names are those of transformers' own state dict."""
+
+    @property
+    def MODEL_TYPE(self) -> str:
+        """`model_type` in config.json."""
+        ...
+
+    def spec(self, config: dict[str, Any], force: bool = False) -> ModelSpec:
+        """The geometry that config.json states. CheckpointError when it cannot be run; `force` allows non-ReLU."""
+        ...
+
+    def canonical(self, name: str) -> str | None:
+        """A checkpoint's tensor name in today's spelling; None for tensors that hold no weight."""
+        ...
+
+    def tensor_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the model needs; a tied head is absent."""
+        ...
+
+    def tied(self, spec: ModelSpec) -> dict[str, str]:
+        """Tensors that a checkpoint may hold a second time, and the tensor that each must equal."""
+        ...
+
+    def ffn_names(self, spec: ModelSpec, layer: int) -> FfnNames:
+        """The FFN tensors of a layer; biases that the model lacks are None."""
+        ...
+
+    def layer_of(self, name: str) -> int | None:
+        """The decoder layer that a tensor belongs to."""
+        ...
+
+    def group_of(self, name: str) -> str:
+        """'embed', 'layer.N' or 'head': what a tensor is read together with."""
+        ...
+
+    def skeleton(self, spec: ModelSpec) -> Any:
+        """transformers' model on the meta device, without FFN matrices."""
+        ...
+
+    def install(self, model: Any, layer: int, module: Any) -> None:
+        """Put `module` where the layer's FFN runs."""
+        ...
+
+    def up_projections(self, model: Any) -> list[Any]:
+        """Of a dense model, each layer's linear whose output the activation sits on."""
+        ...

@@ -1,0 +1,1 @@
+"""Low-rank predictors of which neurons fire: training, quality, files."""

@@ -1,0 +1,36 @@
+"""Tables and figures from stored records. Needs no torch, no GPU and no model.
+
+write_report("report/", ablation="ablation.json")     # report.html and PNG figures
+console.print(to_rich(ablation_table(read_ablation("ablation.json"))))
+"""
+
+from workbench.report.figures import latency_figure, predictor_figure, reuse_figure, throughput_figure
+from workbench.report.html import render_html, write_report
+from workbench.report.reading import read_ablation, read_flash, read_predictors, read_reuse
+from workbench.report.rows import ablation_table, flash_table, neuron_table, predictor_table, reuse_table
+from workbench.report.table import Column, Line, Table, to_html, to_latex, to_markdown, to_rich
+
+__all__ = [
+    "Column",
+    "Line",
+    "Table",
+    "ablation_table",
+    "flash_table",
+    "latency_figure",
+    "neuron_table",
+    "predictor_figure",
+    "predictor_table",
+    "read_ablation",
+    "read_flash",
+    "read_predictors",
+    "read_reuse",
+    "render_html",
+    "reuse_figure",
+    "reuse_table",
+    "throughput_figure",
+    "to_html",
+    "to_latex",
+    "to_markdown",
+    "to_rich",
+    "write_report",
+]

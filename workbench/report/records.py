@@ -1,0 +1,172 @@
+"""Records: what a measurement leaves behind.
+
+Everything in the report is drawn from these, so that a stored result can be drawn again on a machine
+with no GPU. `workbench.report.reading` makes them from JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PARTS = ("io", "mem", "compute", "predictor", "total")
+"""The measured times of a token, in ms. compute includes the predictor, which is shown apart too."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and 95th percentile of a time, ms a token."""
+
+    median: float
+    p95: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was run. `geometry` is text or a mapping of sizes; `io` the reader engine; `synthetic` is
+    True where the weights are random, made for latency work only."""
+
+    model: str
+    geometry: str
+    dtype: str
+    tokens: int
+    window: int | None
+    dram: str
+    seed: int | None
+    commit: str
+    versions: Mapping[str, str]
+    io: str
+    command: str
+    synthetic: bool
+    predictors: str
+    date: str
+
+
+@dataclass(frozen=True)
+class AblationRow:
+    """One row of an ablation. Sizes in bytes, throughput in bytes/s while reading, counts of neurons a
+    token over all layers (mean). None where a figure was not measured."""
+
+    name: str
+    ablation: Mapping[str, Any]
+    dram_bytes: int
+    peak_rss_bytes: int | None
+    flash_bytes: float
+    reads: float
+    throughput: float | None
+    times: Mapping[str, Timing]
+    tokens: int
+    active: float | None
+    predicted: float | None
+    loaded: float | None
+    in_window: float | None
+    floor_ms: float | None
+    overlapped_floor_ms: float | None
+    window_trims: int
+
+    @property
+    def total(self) -> float:
+        """Median total, ms a token."""
+        return self.times["total"].median
+
+    @property
+    def floor(self) -> float | None:
+        """The floor that fits the row: overlapped where the next layer is read while one computes."""
+        return self.overlapped_floor_ms if self.ablation.get("prefetch") else self.floor_ms
+
+    def uses(self, **wanted: Any) -> bool:
+        """Whether the row's ablation has these values."""
+        return all(self.ablation.get(name) == value for name, value in wanted.items())
+
+
+@dataclass(frozen=True)
+class AblationRecord:
+    """`workbench ablate --json`."""
+
+    source: str
+    machine: Mapping[str, Any]
+    run: Run
+    rows: tuple[AblationRow, ...]
+
+    @property
+    def naive(self) -> AblationRow | None:
+        """The row that reads the whole model for each token."""
+        return next((r for r in self.rows if r.uses(hybrid=False, predictor="off", windowing=False)), None)
+
+    @property
+    def all(self) -> AblationRow | None:
+        """The paper's 'all': the first row with hybrid, a trained predictor, windowing and bundling."""
+        return next(
+            (r for r in self.rows if r.uses(hybrid=True, predictor="low_rank", windowing=True, bundling=True)), None
+        )
+
+
+@dataclass(frozen=True)
+class FlashPoint:
+    """Read throughput for one chunk size, thread count and engine."""
+
+    chunk_bytes: int
+    threads: int
+    engine: str
+    direct: bool
+    bytes_per_s: float
+    reads_per_s: float
+
+
+@dataclass(frozen=True)
+class FlashRecord:
+    """`workbench bench flash --json`. `fit` has latency_us, bytes_per_s and gap_bytes, or is empty."""
+
+    source: str
+    machine: Mapping[str, Any]
+    run: Run
+    rows: tuple[FlashPoint, ...]
+    fit: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ReusePoint:
+    """Shares of the FFN for a neuron window of `window` tokens; `layer` is None for the whole model."""
+
+    window: int
+    kept_share: float
+    new_share: float
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class ReuseRecord:
+    """`workbench analyze reuse --json`."""
+
+    source: str
+    machine: Mapping[str, Any]
+    run: Run
+    rows: tuple[ReusePoint, ...]
+    by_layer: tuple[ReusePoint, ...]
+
+
+@dataclass(frozen=True)
+class PredictorLayer:
+    """Quality of one layer's predictor. false_negative: share of active neurons missed; false_positive:
+    share of inactive neurons predicted; predicted, active: mean counts a token; share_of_weights: of
+    the layer's FFN weights; missed_activation: share of the summed activation missed, None if unknown."""
+
+    layer: int
+    rank: int
+    false_negative: float
+    false_positive: float
+    predicted: float
+    active: float
+    predicted_over_active: float
+    share_of_weights: float
+    missed_activation: float | None = None
+
+
+@dataclass(frozen=True)
+class PredictorCard:
+    """A predictor's card.json. `about` holds the card's other fields (model, data, seed ...)."""
+
+    source: str
+    about: Mapping[str, Any]
+    layers: tuple[PredictorLayer, ...]

@@ -1,0 +1,108 @@
+"""What a model is and how a run is set up: frozen dataclasses, checked when they are made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DType = Literal["float32", "float16", "bfloat16"]
+ITEMSIZE: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model's geometry, as its checkpoint's config.json states it.
+
+    `config` is that config, whole; `activation` the FFN's ('relu'); `parts` the number of rows a
+    neuron has: 2 (up, down), or 3 with a gate.
+    """
+
+    model_type: str
+    num_layers: int
+    d_model: int
+    d_ff: int
+    vocab_size: int
+    activation: str
+    max_positions: int
+    parts: int = 2
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def ffn_neurons(self) -> int:
+        """Neurons in all layers together."""
+        return self.num_layers * self.d_ff
+
+    def ffn_bytes(self, dtype: str) -> int:
+        """Bytes of all FFN matrices stored as `dtype`."""
+        return self.ffn_neurons * self.parts * self.d_model * ITEMSIZE[dtype]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """How a pipeline runs, apart from the ablation.
+
+    window: the paper's k; neurons of the k tokens before the present one stay in DRAM.
+    dram: the budget, as a share of the model ('50%') or bytes ('3GiB').
+    depth: reads in flight (threads, or io_uring entries). chunk_bytes: the longest single read.
+    coalesce_gap_bytes: two reads are merged when at most this many bytes lie between them.
+    compute_threads: threads of the CPU kernels; 0 means one for each core.
+    context: tokens that the KV cache holds; 0 means as many as the model has positions.
+    """
+
+    window: int = 4
+    dram: str = "50%"
+    depth: int = 32
+    chunk_bytes: int = 1 << 20
+    coalesce_gap_bytes: int = 16 << 10
+    compute_threads: int = 0
+    context: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("window", 0),
+            ("depth", 1),
+            ("chunk_bytes", 4096),
+            ("coalesce_gap_bytes", 0),
+            ("context", 0),
+        ):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}={getattr(self, name)} is below the least value, {low}")
+        if self.chunk_bytes % 4096:
+            raise ValueError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4096")
+
+
+def parse_bytes(text: str) -> int:
+    """'3GiB', '500 MB' or '4096' as bytes. ValueError when it is none of these."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not match or match[2].lower() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size such as 3GiB, 500MB or 4096")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def parse_dram(text: str, model_bytes: int) -> int:
+    """A DRAM budget: a share of the model's bytes ('50%') or an absolute size ('3GiB')."""
+    if text.strip().endswith("%"):
+        number = text.strip()[:-1]
+        if not re.fullmatch(r"\d+(?:\.\d+)?", number):
+            raise ValueError(f"{text!r} is not a share such as 50%")
+        return int(model_bytes * float(number) / 100)
+    return parse_bytes(text)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in decimal units, three digits: '93.1 MB'."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1000 or unit == "GB":
+            return (
+                f"{value:.0f} {unit}"
+                if unit == "B"
+                else f"{value:.3g} {unit}"
+                if value < 100
+                else f"{value:.0f} {unit}"
+            )
+        value /= 1000
+    raise AssertionError("unreachable")
