@@ -68,9 +68,10 @@ def fio(path: Path, engine: str, block: int, seconds: float, seed: int) -> float
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]
-    if not job["bw_bytes"]:
-        raise RuntimeError("fio measured nothing; give it more --seconds")
-    return job["bw_bytes"]
+    # Not fio's own bw_bytes, which is 0 now and then after short runs.
+    if not job["io_bytes"] or not job["runtime"]:
+        raise SystemExit("fio measured nothing; give it more --seconds")
+    return job["io_bytes"] / (job["runtime"] / 1000)
 
 
 def ours(path: Path, engine: str, block: int, seconds: float, seed: int, small_pages: bool) -> float:

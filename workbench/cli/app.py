@@ -36,7 +36,7 @@ StorePath = Annotated[Path, typer.Argument(help="a flash store")]
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="where results go")] = Path("runs/demo"),
-    dram: Dram = "50%",
+    dram: Dram = "80%",
     seed: Seed = 0,
 ) -> None:
     """The main job on the embedded model: predictors, ablation, report."""

@@ -20,7 +20,7 @@ STREAM_BYTES, PROMPT_BYTES = 128 << 20, 32 << 20
 a layer's, at most the first. With one it is the prompt's: half a layer's, at most the second."""
 LEAST_SLOTS = 64
 SLOT_MARGIN = 1.5
-"""Slots over the mean number of neurons in the window, since tokens differ."""
+"""Slots over the mean number of neurons in the window, and one token's on top, since tokens differ."""
 
 
 def slot_bytes(store: Store) -> int:
@@ -118,7 +118,7 @@ def _wanted(store: Store, ablation: Ablation, predictors: Predictors | None, run
         return [spec.d_ff] * spec.num_layers
     tokens = run.window + 1 if ablation.windowing else 1
     means = [float(entry["predicted"]) for entry in predictors.card["layers"]]
-    return [min(spec.d_ff, round_up(int(SLOT_MARGIN * tokens * mean) + LEAST_SLOTS, 64)) for mean in means]
+    return [min(spec.d_ff, round_up(int((SLOT_MARGIN * tokens + 1) * mean) + LEAST_SLOTS, 64)) for mean in means]
 
 
 def _with_slots(plan: DramPlan, slots: list[int]) -> DramPlan:

@@ -33,6 +33,8 @@ class StoredLinear(nn.Module):
         self.dtype_name, self.threads = dtype, threads
         self.weight: nn.Parameter
         self.bias: nn.Parameter | None
+        self._bound: tuple[Any, Any] = (None, None)  # the parameters that `_arrays` are of
+        self._arrays: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]
 
     @classmethod
     def like(cls, module: nn.Linear, dtype: str, threads: int) -> StoredLinear:
@@ -42,18 +44,23 @@ class StoredLinear(nn.Module):
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        bias = None if self.bias is None else self.bias.detach().float()
-        if len(rows) > FEW_TOKENS:
-            return F.linear(x, self.weight.float(), bias)
-        out = linear(
-            np.ascontiguousarray(rows.numpy()),
-            as_numpy(self.weight),
-            None if bias is None else bias.numpy(),
-            self.dtype_name,
-            self.threads,
-        )
-        return torch.from_numpy(out).view(*x.shape[:-1], out.shape[-1])
+        if x.numel() > FEW_TOKENS * x.shape[-1]:
+            return F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
+        weight, bias = self._views()
+        if bias is not None and bias.dtype != np.float32:
+            bias = cast(nn.Parameter, self.bias).float().numpy()
+        rows = x.numpy().reshape(-1, x.shape[-1])
+        out = linear(np.ascontiguousarray(rows), weight, bias, self.dtype_name, self.threads)
+        return torch.from_numpy(out.reshape(*x.shape[:-1], -1))
+
+    def _views(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+        """The parameters as numpy sees them, made once: after megabytes of weights nothing of Python is in a cache,
+        and each call that is not made saves microseconds. A buffer that is read again is seen through the view."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if self._bound[0] is not weight or self._bound[1] is not bias:
+            self._arrays = (as_numpy(cast(nn.Parameter, weight)), None if bias is None else as_numpy(bias))
+            self._bound = (weight, bias)
+        return self._arrays
 
 
 class StoredLayerNorm(nn.Module):

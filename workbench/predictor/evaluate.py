@@ -37,7 +37,7 @@ class Scorer:
 
 
 def thresholds(
-    model: Any, ups: Sequence[nn.Linear], scorer: Scorer, windows: Iterable[np.ndarray], rates: list[float], tick: Tick
+    model: Any, ups: Sequence[nn.Linear], scorer: Scorer, batches: Iterable[np.ndarray], rates: list[float], tick: Tick
 ) -> list[list[float]]:
     """For each layer the threshold of each rate: at most that share of its active neurons has a logit not above it."""
     found = [ActiveLogits() for _ in ups]
@@ -46,7 +46,7 @@ def thresholds(
         found[layer].add(scorer(layer, x)[z > 0].cpu().numpy())
 
     with FfnTap(ups, sink):
-        _run(model, windows, tick)
+        _run(model, batches, tick)
     return [[logits.threshold(rate) for rate in rates] for logits in found]
 
 
@@ -54,7 +54,7 @@ def measure(
     model: Any,
     ups: Sequence[nn.Linear],
     scorer: Scorer,
-    windows: Iterable[np.ndarray],
+    batches: Iterable[np.ndarray],
     limits: list[list[float]],
     tick: Tick,
 ) -> list[list[Counts]]:
@@ -66,15 +66,16 @@ def measure(
             found[layer][i] += counts
 
     with FfnTap(ups, sink):
-        _run(model, windows, tick)
+        _run(model, batches, tick)
     return found
 
 
-def _run(model: Any, windows: Iterable[np.ndarray], tick: Tick) -> None:
+def _run(model: Any, batches: Iterable[np.ndarray], tick: Tick) -> None:
+    """`batches`: token ids [windows, length]."""
     done = 0
-    for window in windows:
-        run_trunk(model, window[None, :])
-        done += window.size
+    for batch in batches:
+        run_trunk(model, batch)
+        done += batch.size
         tick(done)
 
 

@@ -194,8 +194,10 @@ def _finish(trainer: Trainer, data: str | Path, words: Any, request: dict[str, A
 
         return report
 
-    limits = thresholds(trainer.model, ups, scorer, windows["calibrate"], rates, tick("thresholds", "calibrate"))
-    counts = measure(trainer.model, ups, scorer, windows["test"], limits, tick("measure", "test"))
+    size = trainer.micro_windows
+    batches = {part: [np.stack(w[i : i + size]) for i in range(0, len(w), size)] for part, w in windows.items()}
+    limits = thresholds(trainer.model, ups, scorer, batches["calibrate"], rates, tick("thresholds", "calibrate"))
+    counts = measure(trainer.model, ups, scorer, batches["test"], limits, tick("measure", "test"))
     chosen = rates.index(spec.false_negative)
     layers = [
         LayerPredictor(f.a.cpu().numpy(), f.b.cpu().numpy(), f.bias.cpu().numpy(), limits[n][chosen], spec.store_dtype)
