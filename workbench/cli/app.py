@@ -8,12 +8,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from workbench.ablation import Ablation, IoEngine
 from workbench.cli.options import Stages, ablation_options, console, progress_bar
 from workbench.spec import DType, RunSpec
 
+ORDER = ("demo", "convert", "verify", "train-predictors", "analyze", "ablate", "generate", "bench")
+
+
+class InOrder(TyperGroup):
+    """typer shows groups after commands; here each has its place in the work."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+
 app = typer.Typer(
+    cls=InOrder,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

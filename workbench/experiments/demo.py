@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ def demo(
     seed: int = 0,
     dram: str = DRAM,
     tokens: int = TOKENS,
+    training: PredictorSpec = TRAINING,
     command: str | None = None,
 ) -> Demo:
     """Run all of it into `out` and return the records, which are written there too.
@@ -59,9 +61,12 @@ def demo(
     root = Path(out)
     model, text = assets.path("data/demo-model"), assets.path("data/text")
     store = convert(model, root / "store", dtype="float32", progress=stage("convert the model to a flash store"))
-    spec = PredictorSpec(**{**vars(TRAINING), "seed": seed})
     predictors = train_predictors(
-        model, text, spec, out=root / "predictors", progress=stage("train predictors for all layers")
+        model,
+        text,
+        dataclasses.replace(training, seed=seed),
+        out=root / "predictors",
+        progress=stage("train predictors for all layers"),
     )
     window = window_of(held_out(text), store, PROMPT + WARM_UP + tokens)
     rows = {**PAPER_ROWS, **_beyond()}
