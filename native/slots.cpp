@@ -36,12 +36,13 @@ const SlotChange& SlotTable::update(const int32_t* predicted, int64_t count, int
   change_.evicted = change_.moved = change_.trimmed = 0;
   holes_.clear();
   ++clock_;
+  // Before anything is looked up: the window is the k tokens before this one, not one more.
+  if (window >= 0) {
+    while (!tokens_.empty() && tokens_.front().stamp < clock_ - window) drop_oldest();
+  }
   for (int64_t i = 0; i < count; ++i) {
     last_used_[predicted[i]] = clock_;
     if (slot_of_[predicted[i]] < 0) change_.load_ids.push_back(predicted[i]);
-  }
-  if (window >= 0) {
-    while (!tokens_.empty() && tokens_.front().stamp < clock_ - window) drop_oldest();
   }
   // Every resident neuron is in the list of the token that predicted it last, so this ends with room enough.
   while (used_ - static_cast<int64_t>(holes_.size()) + static_cast<int64_t>(change_.load_ids.size()) > capacity_) {

@@ -61,7 +61,7 @@ class Slots:
         """Make room for one token's neurons and say which to load.
 
         predicted: int32 [n], sorted and unique. window: the paper's k; neurons predicted at any of the k tokens before
-        this one stay, older ones leave. When capacity would be exceeded, the oldest tokens' neurons leave first, a
+        this one are in DRAM, older ones leave before anything is looked up. When capacity would be exceeded, the oldest tokens' neurons leave first, a
         whole token at a time. O(changed + n). ValueError, with nothing changed, when n > capacity or the ids are not
         as said.
         """
@@ -123,7 +123,8 @@ class ReferenceSlots:
         self._clock += 1
         before = set(self.ids().tolist())
         kept = [(stamp, ids) for stamp, ids in self._last_k_active if stamp >= self._clock - window]
-        resident = set(wanted).union(*(ids for _, ids in kept)) if kept else set(wanted)
+        held = set().union(*(ids for _, ids in kept))
+        resident = held | set(wanted)
         trimmed = 0
         while len(resident) > self.capacity:
             kept = kept[1:]
@@ -131,13 +132,12 @@ class ReferenceSlots:
             trimmed += len(smaller) < len(resident)
             resident = smaller
         self._last_k_active = [*kept, (self._clock, set(wanted))]
-        load = [i for i in wanted if i not in before]
-        load_slots, moved = self._place(sorted(before - resident), load)
+        load = [i for i in wanted if i not in held]
+        leaving = sorted((before - held) | (held - resident))
+        load_slots, moved = self._place(leaving, load)
         slot_of = {int(i): slot for slot, i in enumerate(self.pointer[: self.num_used])}
         rows = np.array([slot_of[i] for i in wanted], np.int32)
-        return Change(
-            rows, np.array(load, np.int32), np.array(load_slots, np.int32), len(before - resident), moved, trimmed
-        )
+        return Change(rows, np.array(load, np.int32), np.array(load_slots, np.int32), len(leaving), moved, trimmed)
 
     def _place(self, leaving: list[int], load: list[int]) -> tuple[list[int], int]:
         where = {int(i): slot for slot, i in enumerate(self.pointer[: self.num_used])}

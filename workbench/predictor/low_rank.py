@@ -30,9 +30,9 @@ TENSORS, CARD, TEXT = "predictors.safetensors", "card.json", "CARD.md"
 
 @dataclass(frozen=True)
 class LayerPredictor:
-    """One layer. a float32 [rank, d_model], b float32 [d_ff, rank], bias float32 [d_ff], threshold on the logits.
+    """One layer. a [rank, d_model], b [d_ff, rank], bias float32 [d_ff], threshold on the logits.
 
-    `stored` is the dtype of the factors on file; a and b hold exactly those values.
+    `stored` is the dtype of the factors on file; a and b hold exactly those values, in that dtype when they were loaded.
     """
 
     a: np.ndarray
@@ -53,11 +53,12 @@ class LayerPredictor:
 
     def packed(self) -> tuple[np.ndarray, np.ndarray]:
         """a and b in the stored dtype, for the kernels; no value changes."""
-        return self.a.astype(self.stored), self.b.astype(self.stored)
+        return self.a.astype(self.stored, copy=False), self.b.astype(self.stored, copy=False)
 
     def scores(self, x: np.ndarray) -> np.ndarray:
         """Logits float32 [..., d_ff] of inputs float32 [..., d_model]."""
-        return (x @ self.a.T) @ self.b.T + self.bias
+        a, b = self.a.astype(np.float32, copy=False), self.b.astype(np.float32, copy=False)
+        return (x @ a.T) @ b.T + self.bias
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Sorted int32 ids of the neurons predicted for one input [d_model]."""
@@ -189,5 +190,5 @@ def _layer(path: Path, tensors: dict[str, np.ndarray], card: dict[str, Any], n: 
             raise PredictorError(
                 f"{path}: tensor {name}.{n} is {list(tensor.shape)} where finite {list(shape)} is expected; train again"
             )
-    a, b, bias = (tensors[f"{name}.{n}"].astype(np.float32) for name in wanted)
-    return LayerPredictor(a, b, bias, float(entry["threshold"]), card["store_dtype"])
+    a, b = (tensors[f"{name}.{n}"].astype(card["store_dtype"], copy=False) for name in ("a", "b"))
+    return LayerPredictor(a, b, tensors[f"bias.{n}"].astype(np.float32), float(entry["threshold"]), card["store_dtype"])
