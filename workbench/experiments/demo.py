@@ -28,7 +28,7 @@ from workbench.spec import RunSpec
 PROMPT, TOKENS = 64, 64
 DRAM = "80%"
 """Of the demo model, whose embedding and attention alone are 46% (a large model's are 35%, which leaves 50% room)."""
-TRAINING = PredictorSpec(tokens=60_000, rank=128, last_rank=128, false_negative=0.05)
+TRAINING = PredictorSpec(tokens=100_000, rank=128, last_rank=128, false_negative=0.05)
 Progress = Callable[[str, int, int], None]
 
 
