@@ -61,9 +61,9 @@ class Slots:
         """Make room for one token's neurons and say which to load.
 
         predicted: int32 [n], sorted and unique. window: the paper's k; neurons predicted at any of the k tokens before
-        this one are in DRAM, older ones leave before anything is looked up. When capacity would be exceeded, the oldest tokens' neurons leave first, a
-        whole token at a time. O(changed + n). ValueError, with nothing changed, when n > capacity or the ids are not
-        as said.
+        this one are in DRAM, older ones leave before anything is looked up. When capacity would be exceeded, the
+        oldest tokens' neurons leave first, a whole token at a time. O(changed + n). ValueError, with nothing changed,
+        when n > capacity or the ids are not as said.
         """
         if window < 0:
             raise ValueError(f"window={window} is negative")

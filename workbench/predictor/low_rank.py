@@ -32,7 +32,7 @@ TENSORS, CARD, TEXT = "predictors.safetensors", "card.json", "CARD.md"
 class LayerPredictor:
     """One layer. a [rank, d_model], b [d_ff, rank], bias float32 [d_ff], threshold on the logits.
 
-    `stored` is the dtype of the factors on file; a and b hold exactly those values, in that dtype when they were loaded.
+    `stored` is the dtype of the factors on file; a and b hold exactly those values, once loaded in that dtype.
     """
 
     a: np.ndarray
