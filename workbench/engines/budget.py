@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import asdict, dataclass
-
-import numpy as np
 
 from workbench.ablation import Ablation
 from workbench.engines.kv import cache_bytes
@@ -122,8 +121,6 @@ def _wanted(store: Store, ablation: Ablation, predictors: Predictors | None, run
 
 
 def _with_slots(plan: DramPlan, slots: list[int]) -> DramPlan:
-    import dataclasses
-
     return dataclasses.replace(plan, slots=tuple(slots))
 
 
@@ -135,7 +132,3 @@ def process_rss() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def all_neurons(count: int) -> np.ndarray:
-    return np.arange(count, dtype=np.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from workbench.ablation import Ablation
-from workbench.engines.budget import DramPlan, context_tokens, plan_dram, slot_bytes
+from workbench.engines.budget import context_tokens, plan_dram, slot_bytes
 from workbench.engines.ffn import FlashFFN, PackedPredictor, Shared
 from workbench.engines.kv import cache_argument, new_cache
 from workbench.engines.layers import use_stored_weights
@@ -283,16 +282,6 @@ class TorchCpuEngine:
 
             self._tokenizer = AutoTokenizer.from_pretrained(self.store.tokenizer_path)
         return self._tokenizer
-
-    def dram_plan(self) -> DramPlan:
-        """The plan for the ablation that is wanted now."""
-        return plan_dram(self.store, self._wanted, self.predictors, self.run)
-
-
-def with_window(engine: TorchCpuEngine, window: int) -> None:
-    """Change the neuron window of an engine; holds from the next token on."""
-    engine.run = dataclasses.replace(engine.run, window=window)
-    engine.shared.run = engine.run
 
 
 @contextmanager

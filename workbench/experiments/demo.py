@@ -71,7 +71,8 @@ def demo(
     window = window_of(held_out(text), store, PROMPT + WARM_UP + tokens)
     rows = {**PAPER_ROWS, **_beyond()}
     ablation = ablate(
-        store, predictors, window, rows=rows, run=RunSpec(dram=dram, seed=seed), prompt=PROMPT, tokens=tokens,
+        store, predictors, window, rows=rows, run=RunSpec(dram=dram, seed=seed, context=256),
+        prompt=PROMPT, tokens=tokens,
         predictors_name="trained by this run", partial=root / "ablation.partial.json",
         progress=stage("run every row of table 2"), command=command,
     )  # fmt: skip

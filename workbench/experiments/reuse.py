@@ -77,7 +77,7 @@ def analyze_reuse(
         "schema": SCHEMA,
         "kind": "reuse",
         "machine": machine(Path(".")),
-        "run": run_info(Path(model).name, spec, "float32", tokens=counted, io="none", command=command),
+        "run": run_info(Path(model).name, spec, "float32", tokens=counted, io="", command=command),
         "rows": rows,
         "by_layer": by_layer,
     }
@@ -98,6 +98,6 @@ def analyze_sparsity(
         "schema": SCHEMA,
         "kind": "sparsity",
         "machine": machine(Path(".")),
-        "run": run_info(Path(model).name, spec, "float32", tokens=len(uses[0]), io="none", command=command),
+        "run": run_info(Path(model).name, spec, "float32", tokens=len(uses[0]), io="", command=command),
         "rows": [{"layer": i, "zeros": float(z)} for i, z in enumerate(zeros_by_layer(uses, spec.d_ff))],
     }

@@ -99,7 +99,7 @@ def caption(run: Run, machine: Mapping[str, Any]) -> str:
     parts = [
         f"{run.model} ({run.dtype})",
         machine_line(machine),
-        f"{run.tokens:,} tokens",
+        f"{run.tokens:,} tokens" if run.tokens else "",
         f"io: {run.io}" if run.io else "",
         f"commit {short_commit(run.commit)}" if run.commit else "",
         run.date,

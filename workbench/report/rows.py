@@ -182,7 +182,7 @@ def fit_sentence(record: FlashRecord) -> str:
     fit = record.fit
     return (
         f"Fitted cost model: {fit['latency_us']:.3g} µs a read and {speed(fit['bytes_per_s'])}; "
-        f"a gap of up to {chunk(round(fit['gap_bytes']))} is cheaper to read than to skip."
+        f"a gap of up to {chunk(round(fit['gap_bytes'] / 1024) * 1024)} is cheaper to read than to skip."
     )
 
 
