@@ -39,6 +39,18 @@ class ModelSpec:
         return self.ffn_neurons * self.parts * self.d_model * ITEMSIZE[dtype]
 
 
+LIMITS: dict[str, tuple[int, int]] = {
+    "window": (0, 4096),
+    "depth": (1, 4096),
+    "chunk_bytes": (4096, 1 << 30),
+    "coalesce_gap_bytes": (0, 1 << 30),
+    "compute_threads": (0, 1024),
+    "context": (0, 1 << 24),
+    "seed": (0, 2**63 - 1),
+}
+"""The least and greatest value of each field of RunSpec."""
+
+
 @dataclass(frozen=True)
 class RunSpec:
     """How a pipeline runs, apart from the ablation.
@@ -61,15 +73,9 @@ class RunSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, low in (
-            ("window", 0),
-            ("depth", 1),
-            ("chunk_bytes", 4096),
-            ("coalesce_gap_bytes", 0),
-            ("context", 0),
-        ):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)} is below the least value, {low}")
+        for name, (low, high) in LIMITS.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}={getattr(self, name)} is not in {low}..{high}")
         if self.chunk_bytes % 4096:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4096")
 

@@ -102,6 +102,26 @@ def test_failures_are_one_line(demo_store: Store, tmp_path: Path) -> None:
     assert "--data" in fails("ablate", demo_store.path, "--data", tmp_path / "short.txt", "--dram", "90%")
 
 
+def test_odd_values_are_refused_before_any_work(demo_store: Store, tmp_path: Path) -> None:
+    base = ("generate", demo_store.path, "--prompt", "x", "--dram", "90%")
+    assert "--json" in fails(*base, "--json", tmp_path)
+    assert "--json" in fails(*base, "--json", tmp_path / "no" / "such.json")
+    assert not (tmp_path / "no").exists()
+    assert "context of 512" in fails(*base, "--max-new-tokens", "100000")
+    for option in ("--depth", "--window", "--seed"):
+        assert run(*base, option, "1" + 20 * "0").returncode == 2
+    odd = run(*base, "--max-new-tokens", "3", "--temperature", "1e-320", "--top-p", "0")
+    assert odd.returncode == 0, odd.stderr
+
+
+def test_failed_training_does_not_block_the_next(tmp_path: Path) -> None:
+    (tmp_path / "bad.json.gz").write_bytes(b"\x1f\x8b not gzip")
+    (tmp_path / "good.txt").write_text("Only a few words.")
+    model, out = assets.path("data/demo-model"), tmp_path / "out"
+    fails("train-predictors", model, "--data", tmp_path / "bad.json.gz", "--out", out)
+    assert "another request" not in fails("train-predictors", model, "--data", tmp_path / "good.txt", "--out", out)
+
+
 def test_predictors_of_another_model_are_refused(tmp_path: Path) -> None:
     make_opt(tmp_path / "model", hidden_size=512, ffn_dim=2048, num_hidden_layers=6)
     assert run("convert", tmp_path / "model", tmp_path / "store").returncode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tiny_models import make_opt
 from workbench import load
 from workbench.ablation import PAPER_ROWS, Ablation
 from workbench.engines.torch_cpu import TorchCpuEngine
-from workbench.errors import AblationError, BudgetError, DataError, DeviceError, PredictorError, ReaderError
+from workbench.errors import AblationError, BudgetError, DataError, DeviceError, PredictorError, ReaderError, StoreError
 from workbench.experiments.convert import convert
 from workbench.flash.reader import plan_reads
 from workbench.flash.store import Store
@@ -258,7 +259,7 @@ def test_refusals(demo_store: Store, demo_predictors: Predictors, demo_text: np.
     with engine(demo_store, Ablation(predictor="oracle"), context=8) as running:
         with pytest.raises(AblationError, match="low_rank"):
             running.ablation = Ablation()
-        with pytest.raises(BudgetError, match="context of 8"):
+        with pytest.raises(BudgetError, match="the context of 8"):
             running.logits(demo_text[:9])
         with pytest.raises(DataError, match="no tokens"):
             running.prefill([])
@@ -285,6 +286,19 @@ def test_a_failed_read_leaves_no_garbage(
         monkeypatch.setattr(running.reader, "read", read)
         running.reset()
         assert (running.logits(demo_text[:8]) - demo_logits[:8]).abs().max() < 1e-4
+
+
+def test_damaged_weights_are_no_text(demo_store: Store, demo_text: np.ndarray, tmp_path: Path) -> None:
+    shutil.copytree(demo_store.path, tmp_path / "store")
+    with open(tmp_path / "store" / "ffn.split", "r+b") as file:
+        for record in range(0, demo_store.spec.d_ff, 3):
+            file.seek(record * demo_store.layout.row_stride)
+            file.write(b"\xff" * 64)
+    with (
+        engine(Store.open(tmp_path / "store"), PAPER_ROWS["hybrid"]) as running,
+        pytest.raises(StoreError, match="workbench verify"),
+    ):
+        running.step(int(demo_text[0]))
 
 
 def test_greedy_text_is_transformers_own(demo_store: Store, demo_dense: Any) -> None:

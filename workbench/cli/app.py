@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperGroup
 
 from workbench.ablation import Ablation, IoEngine
-from workbench.cli.options import Stages, ablation_options, console, progress_bar
-from workbench.spec import DType, RunSpec
+from workbench.cli.options import Stages, ablation_options, console, progress_bar, writable
+from workbench.spec import LIMITS, DType, RunSpec
 
 ORDER = ("demo", "convert", "verify", "train-predictors", "analyze", "ablate", "generate", "bench")
 
@@ -34,13 +34,13 @@ app = typer.Typer(
 analyze = typer.Typer(no_args_is_help=True, help="Sparsity and reuse of a model on text.")
 bench = typer.Typer(no_args_is_help=True, help="What the machine gives.")
 
-Json = Annotated[Path | None, typer.Option("--json", help="write the record to this file")]
-Seed = Annotated[int, typer.Option(help="seed of every random choice")]
+Json = Annotated[Path | None, typer.Option("--json", help="write the record to this file", callback=writable)]
+Seed = Annotated[int, typer.Option(min=0, max=LIMITS["seed"][1], help="seed of every random choice")]
 Data = Annotated[str, typer.Option(help="text: C4-style .json.gz (file or folder), a text file, or c4")]
-Window = Annotated[int, typer.Option(min=0, help="the paper's k: neurons of the k tokens before stay in DRAM")]
+Window = Annotated[int, typer.Option(min=0, max=LIMITS["window"][1], help="the paper's k, in tokens")]
 Dram = Annotated[str, typer.Option(help="DRAM budget: a share of the model (50%) or a size (3GiB)")]
-Context = Annotated[int, typer.Option(min=0, help="tokens that the KV cache holds; 0: all the model's positions")]
-Depth = Annotated[int, typer.Option(min=1, help="reads in flight")]
+Context = Annotated[int, typer.Option(min=0, max=LIMITS["context"][1], help="KV cache, tokens; 0: all positions")]
+Depth = Annotated[int, typer.Option(min=1, max=LIMITS["depth"][1], help="reads in flight")]
 PredictorsDir = Annotated[Path | None, typer.Option(help="trained predictors")]
 StorePath = Annotated[Path, typer.Argument(help="a flash store")]
 
@@ -115,6 +115,7 @@ def train_predictors(
     false_negative: Annotated[float, typer.Option(help="share of active neurons that may be missed")] = 0.05,
     device: Annotated[Literal["cpu", "cuda"], typer.Option()] = "cpu",
     dtype: Annotated[DType, typer.Option(help="of the dense model")] = "float32",
+    fresh: Annotated[bool, typer.Option("--fresh", help="discard an unfinished run in OUT")] = False,
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
@@ -132,7 +133,7 @@ def train_predictors(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with progress_bar("train predictors") as progress:
-        made = run(model, data, spec, out=out, device=device, dtype=dtype, progress=progress)
+        made = run(model, data, spec, out=out, resume=not fresh, device=device, dtype=dtype, progress=progress)
     if json:
         write_json(json, made.card)
     console().print(to_rich(predictor_table(read_predictors(out))))
@@ -230,7 +231,7 @@ def generate(
     ablation: dict[str, Any],
     predictors: PredictorsDir = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, max=100, help="0 is greedy")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="nucleus: keep the likeliest tokens up to this")] = 1.0,
     window: Window = 4,
     dram: Dram = "50%",

@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import inspect
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
@@ -15,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from workbench.ablation import Ablation
+from workbench.errors import RecordError
 
 ProgressFunction = Callable[[str, int, int], None]
 BYTES_FROM = 1 << 22
@@ -53,6 +56,21 @@ def _annotation(field: Any, hint: Any) -> Any:
     return Annotated[bool | None, typer.Option(help=f"{text} [{default}]", rich_help_panel="Techniques")]
 
 
+def writable(path: Path | None) -> Path | None:
+    """A record's path, checked before the work begins. RecordError when it cannot be written."""
+    if path is not None:
+        if path.is_dir():
+            raise RecordError(f"{path}: is a directory; give the name of a file for --json")
+        if not path.resolve().parent.is_dir():
+            raise RecordError(f"{path}: its directory does not exist; make it or choose another --json")
+        try:
+            with tempfile.TemporaryFile(dir=path.resolve().parent):
+                pass
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be written ({error.strerror}); choose another --json") from error
+    return path
+
+
 def console() -> Console:
     """Where tables go."""
     return Console()
@@ -70,7 +88,9 @@ def progress_bar(title: str) -> Iterator[ProgressFunction]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=False) as bar:
+    screen = Console(file=sys.stderr)
+    # Not a terminal: no bar, so that a failure is the only line there.
+    with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
         task = bar.add_task(title, total=None, rate="")
 
         def show(what: str, done: int, total: int) -> None:
@@ -78,7 +98,11 @@ def progress_bar(title: str) -> Iterator[ProgressFunction]:
             unit = f"{speed / 1e6:.0f} MB/s" if total > BYTES_FROM else f"{speed:.0f}/s" if speed else ""
             bar.update(task, description=f"{title}: {what}", completed=done, total=total, rate=unit)
 
-        yield show
+        try:
+            yield show
+        except BaseException:
+            bar.live.transient = True  # the failure's own line is what stays
+            raise
 
 
 class Stages:

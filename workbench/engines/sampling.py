@@ -10,7 +10,10 @@ def next_token(logits: torch.Tensor, temperature: float, top_p: float, generator
     whose probabilities first sum to at least that much."""
     if temperature == 0:
         return int(logits.argmax())
-    probabilities, index = (logits.float() / temperature).softmax(-1).sort(descending=True)
-    before = probabilities.cumsum(-1) - probabilities
-    probabilities[before >= top_p] = 0  # the first token is always kept: nothing comes before it
+    # From the largest down, so that no temperature overflows: the largest is 0, the others fall towards -inf.
+    scaled, index = ((logits.float() - logits.max()) / max(temperature, 1e-6)).sort(descending=True)
+    probabilities = scaled.softmax(-1)
+    beyond = probabilities.cumsum(-1) - probabilities >= top_p
+    beyond[0] = False  # the likeliest token is always kept
+    probabilities[beyond] = 0
     return int(index[torch.multinomial(probabilities, 1, generator=generator)])

@@ -19,7 +19,7 @@ from workbench.engines.layers import use_stored_weights
 from workbench.engines.resident import ResidentWeights
 from workbench.engines.sampling import next_token
 from workbench.engines.stats import StepClock, TokenStats
-from workbench.errors import AblationError, BudgetError, DataError
+from workbench.errors import AblationError, BudgetError, DataError, StoreError
 from workbench.flash.reader import FlashReader, aligned_buffer
 from workbench.flash.store import Store
 from workbench.models import family
@@ -200,12 +200,7 @@ class TorchCpuEngine:
         """Logits float32 [tokens, vocab] of `ids` [tokens], which follow the text so far."""
         if self.reader is None:
             raise BudgetError("engine: it is closed; load the store again")
-        capacity = context_tokens(self.store, self.run)
-        if self.position + len(ids) > capacity:
-            raise BudgetError(
-                f"{self.store.path}: the text is longer than the context of {capacity} tokens; "
-                f"shorten it or pass a larger --context (the model has {self.spec.max_positions} positions)"
-            )
+        self._check_length(self.position + len(ids))
         if not self._ablation.hybrid:
             self.weights.load(self.reader, "embed")
             self.weights.load(self.reader, "head")
@@ -214,7 +209,12 @@ class TorchCpuEngine:
                 input_ids=ids[None], use_cache=True, logits_to_keep=1, **{self._cache_argument: self.cache}
             )
         self.position += len(ids)
-        return out.logits[0].float()
+        logits = out.logits[0].float()
+        if not torch.isfinite(logits).all():
+            raise StoreError(
+                f"{self.store.path}: logits that are not finite, so weights are damaged; run `workbench verify` on it"
+            )
+        return logits
 
     def step(self, token: int) -> tuple[torch.Tensor, TokenStats]:
         """Take one token; logits [vocab] for the next, and what it cost."""
@@ -250,7 +250,8 @@ class TorchCpuEngine:
 
         The first step's stats are those of the prompt. Ends at the end-of-text token, or after `max_new_tokens`.
         """
-        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check_length(len(ids) + max_new_tokens - 1)
         generator = torch.Generator().manual_seed(self.run.seed if seed is None else seed)
         end = self.spec.config.get("eos_token_id")
         self.reset()
@@ -268,6 +269,25 @@ class TorchCpuEngine:
             if token == end or count + 1 == max_new_tokens:
                 return
             logits, stats = self.step(token)
+
+    def _check_length(self, tokens: int) -> None:
+        """BudgetError when a text of that many tokens does not fit the KV cache."""
+        capacity, positions = context_tokens(self.store, self.run), self.spec.max_positions
+        if tokens > capacity:
+            larger = (
+                f" or pass a larger --context (the model has {positions} positions)" if capacity < positions else ""
+            )
+            raise BudgetError(
+                f"{self.store.path}: {tokens} tokens of prompt and new text do not fit the context of {capacity}; "
+                f"ask for a shorter text{larger}"
+            )
+
+    def _encode(self, prompt: str) -> list[int]:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise DataError("prompt: it is not valid UTF-8; give it as text") from None
+        return self.tokenizer(prompt)["input_ids"]
 
     def _text(self, ids: list[int]) -> str:
         return "" if self.store.tokenizer_path is None else self.tokenizer.decode(ids, skip_special_tokens=True)

@@ -32,7 +32,7 @@ from workbench.predictor.fingerprint import fingerprint
 from workbench.predictor.interrupt import Interrupts
 from workbench.predictor.low_rank import LayerPredictor, Predictors
 from workbench.predictor.metrics import Counts
-from workbench.predictor.state import write_atomic
+from workbench.predictor.state import CURRENT, PREVIOUS, write_atomic
 from workbench.predictor.trainer import MEMORY_BYTES, Progress, Trainer, choose_micro_windows
 from workbench.spec import ModelSpec
 
@@ -150,7 +150,7 @@ def _claimed(partial: Path, request: dict[str, Any], resume: bool) -> Iterator[N
 
 def _match_request(partial: Path, request: dict[str, Any], resume: bool) -> None:
     path = partial / "request.json"
-    if not resume:
+    if not resume or not any((partial / name).exists() for name in (CURRENT, PREVIOUS)):  # nothing is lost
         for file in partial.iterdir():
             if file.name != "lock":
                 file.unlink()
@@ -161,7 +161,8 @@ def _match_request(partial: Path, request: dict[str, Any], resume: bool) -> None
             before = None  # damaged: nothing can be said to belong to it
         if before != request:
             raise PredictorError(
-                f"{partial}: was started with another request; choose another --out, or pass resume=False to discard it"
+                f"{partial}: was started with another request; "
+                "choose another --out, or --fresh (resume=False) to discard it"
             )
         return
     write_atomic(path, (json.dumps(request, indent=1) + "\n").encode())
