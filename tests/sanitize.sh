@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 build=build/sanitize
+PATH=$(realpath -s "$(dirname "$python")"):$PATH  # its cmake, where the machine has none
 
 cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g" \
   -DWORKBENCH_SANITIZE=ON -DPython_EXECUTABLE="$(realpath -s "$python")" \
