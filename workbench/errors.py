@@ -33,6 +33,10 @@ class PredictorError(WorkbenchError):
     """Predictors are missing, damaged, or were trained for another model."""
 
 
+class TrainingError(WorkbenchError):
+    """The state of a training run cannot be written or read, or belongs to another request."""
+
+
 class DataError(WorkbenchError):
     """Text could not be read, or is not in a layout that is understood."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 DType = Literal["float32", "float16", "bfloat16"]
@@ -15,8 +15,9 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 class ModelSpec:
     """A model's geometry, as its checkpoint's config.json states it.
 
-    `config` is that config, whole; `activation` the FFN's ('relu'); `parts` the number of rows a
-    neuron has: 2 (up, down), or 3 with a gate.
+    `config` is that config, whole. `activation` is the FFN's: 'relu', 'relu2' (its square), or another name when the
+    conversion was forced. `thresholds`: by layer, the value above which a pre-activation counts (FATReLU: z where
+    z > threshold, else 0); empty means 0 in every layer. `parts`: rows of a neuron, 2 (up, down) or 3 with a gate.
     """
 
     model_type: str
@@ -27,7 +28,21 @@ class ModelSpec:
     activation: str
     max_positions: int
     parts: int = 2
+    thresholds: tuple[float, ...] = ()
     config: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        return {**asdict(self), "thresholds": list(self.thresholds)}
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation sits on a gate whose result the up projection is multiplied by."""
+        return self.parts == 3
+
+    def threshold(self, layer: int) -> float:
+        """A neuron of the layer is active where its pre-activation is above this."""
+        return self.thresholds[layer] if self.thresholds else 0.0
 
     @property
     def ffn_neurons(self) -> int:

@@ -59,8 +59,8 @@ def test_manifest_that_is_not_one(store: Path, content: bytes) -> None:
 
 
 def test_versions(store: Path) -> None:
-    edit(store, lambda m: m.update(version=2))
-    refused(Store.open, store, "format version 2, this workbench reads version 1; install a newer workbench")
+    edit(store, lambda m: m.update(version=3))
+    refused(Store.open, store, "format version 3, this workbench reads version 2; install a newer workbench")
     edit(store, lambda m: m.update(version=0))
     refused(Store.open, store, "format version 0.*convert the model again")
     edit(store, lambda m: m.update(version="1"))

@@ -77,7 +77,7 @@ def test_skeleton_with_stored_weights_is_the_dense_model(tmp_path: Path, overrid
         dense = OPTForCausalLM.from_pretrained(checkpoint).eval()
         torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=0, atol=1e-5)
     assert [ffn.seen for ffn in ffns] == [[(33, 64)]] * 2
-    assert [linear.out_features for linear in opt.up_projections(dense)] == [256, 256]
+    assert [linear.out_features for linear in opt.activated_linears(dense)] == [256, 256]
 
 
 def test_a_layer_without_ffn_says_so(tiny_opt: Path, tmp_path: Path) -> None:

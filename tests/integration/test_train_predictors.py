@@ -108,7 +108,7 @@ def same(one: Path, other: Path) -> bool:
 def test_card_holds_what_an_independent_count_finds(whole: Path, model: Path, data: Path) -> None:
     predictors = Predictors.load(whole)
     loaded = dense(model)
-    ups = family("opt").up_projections(loaded)
+    ups = family("opt").activated_linears(loaded)
     held_out = (text for text in documents(data) if split_of(text, SPEC.validation_share) == "test")
     windows = [w for _, w in zip(range(32), token_windows(held_out, tokenizer(model), 32), strict=False)]
     active = predicted = missed = 0
@@ -313,7 +313,7 @@ def test_predictors_belong_to_their_model(whole: Path, model: Path) -> None:
     predictors = Predictors.load(whole)
     loaded = dense(model)
     spec = family("opt").spec(loaded.config.to_dict())
-    digest = fingerprint(up.weight for up in family("opt").up_projections(loaded))
+    digest = fingerprint(up.weight for up in family("opt").activated_linears(loaded))
     predictors.check(spec, digest)
     with pytest.raises(PredictorError, match="d_model 32, d_ff 96, but the model has 3, 32, 128"):
         predictors.check(replace(spec, d_ff=128), digest)
@@ -389,7 +389,7 @@ def test_refusals_leave_nothing_behind(tmp_path: Path, model: Path, data: Path) 
 
 def test_active_neurons_are_those_of_the_dense_model(model: Path, data: Path) -> None:
     loaded = dense(model)
-    ups = family("opt").up_projections(loaded)
+    ups = family("opt").activated_linears(loaded)
     windows = [w for _, w in zip(range(3), token_windows(documents(data), tokenizer(model), 32), strict=False)]
     found = active_neurons(loaded, ups, windows)
     assert [len(layer) for layer in found] == [96] * LAYERS

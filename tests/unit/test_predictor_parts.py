@@ -15,9 +15,10 @@ from workbench.predictor.config import PredictorSpec
 from workbench.predictor.fingerprint import fingerprint
 from workbench.predictor.initialise import Factors, Moments, balance, regression
 from workbench.predictor.metrics import ActiveLogits, count
-from workbench.predictor.optimise import Batch, Group, rate_at
-from workbench.predictor.state import CURRENT, load_state, save_state
+from workbench.predictor.optimise import Batch, Group
 from workbench.spec import ModelSpec
+from workbench.training.schedule import rate_at
+from workbench.training.state import CURRENT, load_state, save_state
 
 LAYERS, TOKENS, D_MODEL, D_FF, RANK = 3, 24, 10, 14, 4
 

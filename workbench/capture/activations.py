@@ -71,16 +71,16 @@ def _no_loading_bar():  # type: ignore[no-untyped-def]
 class FfnTap:
     """Hands over, at each forward, every layer's FFN input and pre-activations.
 
-    `up_projections`: the FFN's first linear of each layer (the gate's, in a gated FFN, where the activation sits on
+    `activated_linears`: the FFN's first linear of each layer (the gate's, in a gated FFN, where the activation sits on
     the gate). Without a sink, the last forward's tensors are kept in `inputs` and `pre` (one a layer: x [tokens,
     d_model] after the norm, z [tokens, d_ff] before the ReLU). With a sink, `sink(layer, x, z)` is called while the
     model runs and nothing is kept. Use as a context manager.
     """
 
-    def __init__(self, up_projections: Sequence[nn.Linear], sink: Sink | None = None) -> None:
-        self.up_projections = list(up_projections)
-        self.inputs: list[torch.Tensor] = [torch.empty(0)] * len(self.up_projections)
-        self.pre: list[torch.Tensor] = [torch.empty(0)] * len(self.up_projections)
+    def __init__(self, activated_linears: Sequence[nn.Linear], sink: Sink | None = None) -> None:
+        self.activated_linears = list(activated_linears)
+        self.inputs: list[torch.Tensor] = [torch.empty(0)] * len(self.activated_linears)
+        self.pre: list[torch.Tensor] = [torch.empty(0)] * len(self.activated_linears)
         self._sink = sink or self._keep
         self._handles: list[Any] = []
 
@@ -94,7 +94,7 @@ class FfnTap:
         return hook
 
     def __enter__(self) -> FfnTap:
-        self._handles = [m.register_forward_hook(self._hook(i)) for i, m in enumerate(self.up_projections)]
+        self._handles = [m.register_forward_hook(self._hook(i)) for i, m in enumerate(self.activated_linears)]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
@@ -111,10 +111,10 @@ def run_trunk(model: Any, ids: np.ndarray) -> None:
 
 
 def active_neurons(
-    model: Any, up_projections: Sequence[nn.Linear], windows: Iterable[np.ndarray]
+    model: Any, activated_linears: Sequence[nn.Linear], windows: Iterable[np.ndarray]
 ) -> list[list[np.ndarray]]:
     """Which neurons fire: for each layer, for each token of the windows in order, sorted int32 ids."""
-    found: list[list[np.ndarray]] = [[] for _ in up_projections]
+    found: list[list[np.ndarray]] = [[] for _ in activated_linears]
 
     def sink(layer: int, x: torch.Tensor, z: torch.Tensor) -> None:
         mask = (z > 0).cpu().numpy()
@@ -122,7 +122,7 @@ def active_neurons(
         counts = np.bincount(tokens, minlength=mask.shape[0])
         found[layer].extend(np.split(neurons.astype(np.int32), np.cumsum(counts)[:-1]))
 
-    with FfnTap(up_projections, sink):
+    with FfnTap(activated_linears, sink):
         for window in windows:
             run_trunk(model, window[None, :])
     return found

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from workbench.models import family
 from workbench.spec import ModelSpec
 
 
@@ -56,7 +57,5 @@ def cache_argument(model: torch.nn.Module) -> str:
 
 def cache_bytes(spec: ModelSpec, capacity: int) -> int:
     """Bytes of keys and values of `capacity` tokens in float32."""
-    heads = spec.config.get("num_attention_heads", 1)
-    kv_heads = spec.config.get("num_key_value_heads") or heads
-    width = spec.config.get("head_dim") or spec.d_model // heads
-    return 2 * 4 * spec.num_layers * capacity * kv_heads * width
+    heads, width = family(spec.model_type).kv_shape(spec)
+    return 2 * 4 * spec.num_layers * capacity * heads * width

@@ -28,7 +28,7 @@ def capture_active(
     """The model's spec, and the active neurons by window of text, layer and token."""
     loaded = dense(model)
     kind = family(loaded.config.model_type)
-    spec, ups = kind.spec(loaded.config.to_dict()), kind.up_projections(loaded)
+    spec, ups = kind.spec(loaded.config.to_dict()), kind.activated_linears(loaded)
     sequence = min(SEQUENCE, spec.max_positions)
     count = max(1, tokens // sequence)
     found: list[list[list[np.ndarray]]] = []

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class _Plan:
             "source": self.source,
             "modified": weights.modified(),
             "dtype": self.dtype,
-            "model": asdict(self.spec),
+            "model": self.spec.as_dict(),
             "sizes": self.sizes,
         }
 

@@ -13,7 +13,7 @@ from workbench.flash.layout import PART_NAMES, RecordLayout
 from workbench.spec import ITEMSIZE, ModelSpec
 
 FORMAT = "flash-workbench store"
-VERSION = 1
+VERSION = 2
 MANIFEST = "store.json"
 SELF = "self_sha256"
 RESIDENT, BUNDLED, SPLIT = "resident.safetensors", "ffn.bundled", "ffn.split"
@@ -71,7 +71,7 @@ def build(spec: ModelSpec, dtype: str, layout: RecordLayout, **tables: Any) -> d
     return {
         "format": FORMAT,
         "version": VERSION,
-        "model": asdict(spec),
+        "model": spec.as_dict(),
         "dtype": dtype,
         "layout": asdict(layout),
         **tables,
@@ -148,13 +148,16 @@ def load(path: Path) -> dict[str, Any]:
 def parse_spec(file: Path, manifest: dict[str, Any]) -> tuple[ModelSpec, str, RecordLayout]:
     """Model spec, dtype and record layout; the layout must be the one that spec and dtype give. StoreError."""
     top = Fields(file, manifest)
-    model, kinds = top.inner("model"), {"str": str, "int": int, "dict[str, Any]": dict}
-    spec = ModelSpec(**{name: model.get(name, kinds[str(kind)]) for name, kind in _SPEC_FIELDS.items()})
+    model, kinds = top.inner("model"), {"str": str, "int": int, "dict[str, Any]": dict, "tuple[float, ...]": list}
+    values = {name: model.get(name, kinds[str(kind)]) for name, kind in _SPEC_FIELDS.items()}
+    spec = ModelSpec(**{**values, "thresholds": tuple(values["thresholds"])})
     for name in ("num_layers", "d_model", "d_ff", "vocab_size", "max_positions"):
         if getattr(spec, name) < 1:
             raise StoreError(f"{file}: field model.{name} is {getattr(spec, name)}; convert the model again")
     if spec.parts not in (2, 3):
         raise StoreError(f"{file}: field model.parts is {spec.parts}, not 2 or 3; convert the model again")
+    if len(spec.thresholds) not in (0, spec.num_layers) or not all(type(t) is float for t in spec.thresholds):
+        raise StoreError(f"{file}: field model.thresholds is not a number for each layer; convert the model again")
     dtype = top.get("dtype", str)
     if dtype not in ITEMSIZE:
         raise StoreError(f"{file}: field dtype is {dtype!r}, not one of {', '.join(ITEMSIZE)}; convert the model again")

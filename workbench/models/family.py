@@ -10,13 +10,17 @@ from workbench.spec import ModelSpec
 
 @dataclass(frozen=True)
 class FfnNames:
-    """Names of one layer's FFN tensors. `up` and `gate` are [d_ff, d_model], `down` is [d_model, d_ff]."""
+    """Names of one layer's FFN tensors. `up` and `gate` are [d_ff, d_model], `down` is [d_model, d_ff].
+
+    Without a gate the activation sits on `up`; with one it sits on `gate`, and the result is multiplied by `up`.
+    """
 
     up: str
     up_bias: str | None
     down: str
     down_bias: str | None
     gate: str | None = None
+    gate_bias: str | None = None
 
     @property
     def matrices(self) -> tuple[str, ...]:
@@ -68,6 +72,14 @@ class Family(Protocol):
         """Put `module` where the layer's FFN runs."""
         ...
 
-    def up_projections(self, model: Any) -> list[Any]:
+    def activated_linears(self, model: Any) -> list[Any]:
         """Of a dense model, each layer's linear whose output the activation sits on."""
+        ...
+
+    def set_activation(self, model: Any, layer: int, module: Any) -> None:
+        """Put `module` where a dense model's FFN activation of that layer runs."""
+        ...
+
+    def kv_shape(self, spec: ModelSpec) -> tuple[int, int]:
+        """Heads of the KV cache and the width of each."""
         ...

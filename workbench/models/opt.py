@@ -166,9 +166,20 @@ def install(model: Any, layer: int, module: nn.Module) -> None:
     decoder_layer.fc2 = nn.Identity()
 
 
-def up_projections(model: Any) -> list[Any]:
+def activated_linears(model: Any) -> list[Any]:
     """fc1 of every layer of a dense model."""
     return [layer.fc1 for layer in model.model.decoder.layers]
+
+
+def set_activation(model: Any, layer: int, module: nn.Module) -> None:
+    """Put `module` in place of a dense model's activation_fn."""
+    model.model.decoder.layers[layer].activation_fn = module
+
+
+def kv_shape(spec: ModelSpec) -> tuple[int, int]:
+    """Heads of the KV cache and the width of each."""
+    heads = spec.config["num_attention_heads"]
+    return heads, spec.d_model // heads
 
 
 class _NotInstalled(nn.Module):

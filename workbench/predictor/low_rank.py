@@ -22,8 +22,8 @@ from safetensors.numpy import load, save
 
 from workbench.errors import PredictorError
 from workbench.predictor.card import SCHEMA, markdown
-from workbench.predictor.state import sync_directory, write_atomic
 from workbench.spec import ModelSpec
+from workbench.training.state import sync_directory, write_atomic
 
 TENSORS, CARD, TEXT = "predictors.safetensors", "card.json", "CARD.md"
 

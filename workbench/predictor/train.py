@@ -29,12 +29,12 @@ from workbench.predictor.card import SCHEMA
 from workbench.predictor.config import PredictorSpec
 from workbench.predictor.evaluate import Scorer, measure, targets, thresholds, time_share
 from workbench.predictor.fingerprint import fingerprint
-from workbench.predictor.interrupt import Interrupts
 from workbench.predictor.low_rank import LayerPredictor, Predictors
 from workbench.predictor.metrics import Counts
-from workbench.predictor.state import CURRENT, PREVIOUS, write_atomic
 from workbench.predictor.trainer import MEMORY_BYTES, Progress, Trainer, choose_micro_windows
 from workbench.spec import ModelSpec
+from workbench.training.interrupts import Interrupts
+from workbench.training.state import CURRENT, PREVIOUS, write_atomic
 
 
 def train_predictors(
@@ -82,7 +82,7 @@ def train_predictors(
         return done
     words = tokenizer(model)
     loaded = dense(model, dtype, device)
-    ups = family(geometry.model_type).up_projections(loaded)
+    ups = family(geometry.model_type).activated_linears(loaded)
     compute = torch.float32 if device == "cpu" or dtype == "float32" else torch.bfloat16
     with _claimed(partial, request, resume), Interrupts() as interrupts:
         stream = _stream(data, words, spec, "train", loop=True)

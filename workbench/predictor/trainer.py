@@ -17,10 +17,11 @@ from workbench.capture.text import TokenStream
 from workbench.errors import DataError
 from workbench.predictor.config import PredictorSpec
 from workbench.predictor.initialise import Factors, Moments, random, regression
-from workbench.predictor.interrupt import Interrupts
-from workbench.predictor.optimise import Group, rate_at
-from workbench.predictor.state import load_state, save_state
+from workbench.predictor.optimise import Group
 from workbench.spec import ModelSpec
+from workbench.training.interrupts import Interrupts
+from workbench.training.schedule import rate_at
+from workbench.training.state import load_state, save_state
 
 CURVE_POINTS = 500
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 1 << 28}

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from workbench.errors import PredictorError
+from workbench.errors import TrainingError
 
 CURRENT, PREVIOUS = "state", "state.previous"
 DIGEST_BYTES = 32
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write to a temporary name, flush to the device, rename. PredictorError when the file system refuses."""
+    """Write to a temporary name, flush to the device, rename. TrainingError when the file system refuses."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as stream:
@@ -29,7 +29,7 @@ def write_atomic(path: Path, data: bytes) -> None:
         sync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise PredictorError(
+        raise TrainingError(
             f"{path}: cannot be written ({error.strerror}); free space or choose another --out"
         ) from error
 
@@ -62,7 +62,7 @@ def load_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]] |
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise PredictorError(f"{folder / name}: cannot be read ({error.strerror}); see its permissions") from error
+            raise TrainingError(f"{folder / name}: cannot be read ({error.strerror}); see its permissions") from error
         body = raw[DIGEST_BYTES:]
         if hashlib.sha256(body).digest() != raw[:DIGEST_BYTES]:
             continue
