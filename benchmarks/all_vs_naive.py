@@ -64,8 +64,8 @@ def memory_bytes(store: Store, predictors: Predictors, row: dict[str, Any]) -> f
     }
     resident = sum(nbytes for name, nbytes in tensors.items() if name not in looked_up)
     factors = predictors.nbytes if row["ablation"]["predictor"] == "low_rank" else 0
-    up_rows = row["predicted"] * (store.layout.parts - 1)
-    return resident + factors + (up_rows + row["active"]) * store.layout.row_bytes
+    fired = row["active"] * (store.layout.parts - 1)
+    return resident + factors + (row["predicted"] + fired) * store.layout.row_bytes
 
 
 def measure(

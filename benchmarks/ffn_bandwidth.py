@@ -3,7 +3,8 @@
 The ceiling first: a kernel that touches B bytes of weights cannot be faster than threads that only sum these B bytes.
 The layer has OPT-1.3B's geometry (2048 wide, 8192 neurons), all of them active, and as many copies of it as take the
 working set far beyond the last-level cache; kernel and plain read take turns on the same memory, and a pair's ratio is
-formed before the median.
+formed before the median. `gated` cases take the same memory as two thirds as many neurons of three rows each;
+`gated_tenth` with one neuron in ten active, so that of the others the gate row alone counts as read.
 
     python benchmarks/ffn_bandwidth.py [--threads N] [--layers 6] [--pairs 7] [--out record.json]
 
@@ -65,8 +66,16 @@ def measure(dtype: str, layers: int, pairs: int, threads: int) -> dict[str, obje
     stored = np.float32 if dtype == "float32" else np.uint16
     weights = [m.view(stored).reshape(2 * D_FF, D_MODEL) for m in matrices]
 
+    gated_neurons = 2 * D_FF // 3
+    gated_rows = rng.permutation(gated_neurons).astype(np.int32)
+    tenth = np.where(np.arange(gated_neurons) % 10 == 0, 1e3, -1e3).astype(np.float32)
+
     def ffn(rows: np.ndarray, bias: np.ndarray) -> Callable[[], object]:
         return lambda: [sparse_ffn(x, m, slot_bytes, rows, bias, dtype, out, threads) for m in matrices]
+
+    def gated(bias: np.ndarray) -> Callable[[], object]:
+        width = slot_bytes // 2 * 3
+        return lambda: [sparse_ffn(x, m, width, gated_rows, bias, dtype, out, threads, gated=True) for m in matrices]
 
     def thin(tokens: int) -> Callable[[], object]:
         xs = np.repeat(x[None], tokens, axis=0)
@@ -77,6 +86,8 @@ def measure(dtype: str, layers: int, pairs: int, threads: int) -> dict[str, obje
         "sparse_ffn": (ffn(in_order, always), total),
         "sparse_ffn_shuffled": (ffn(shuffled, always), total),
         "sparse_ffn_inactive": (ffn(shuffled, never), total // 2),
+        "gated_shuffled": (gated(always[:gated_neurons]), total),
+        "gated_tenth": (gated(tenth), round(total / 3 * 1.2)),
         "linear_1": (thin(1), total),
         "linear_8": (thin(8), total),
     }

@@ -56,30 +56,29 @@ int plan_threads(int threads, int64_t bytes) {
   return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, bytes / kBytesPerThread)));
 }
 
-int64_t sparse_ffn(DType dtype, const float* x, int64_t d, const uint8_t* matrix, int64_t slot_bytes,
-                   const int32_t* rows, int64_t count, const float* bias, float* out, int threads) {
+int64_t sparse_ffn(Ffn layer, const int32_t* rows, int64_t count, float* out, int threads) {
   const SimdKernels& simd = simd_best();
-  threads = plan_threads(threads, 2 * count * d * itemsize(dtype));
+  const int64_t d = layer.d;
+  threads = plan_threads(threads, (layer.gated ? 3 : 2) * count * d * itemsize(layer.dtype));
   // A thread's own sums, apart by whole cache lines; kept from call to call.
   const int64_t stride = (d + 31) / 16 * 16;
   thread_local std::vector<float> sums, paired;
   thread_local std::vector<int64_t> active;
-  x = ordered(simd, dtype, x, d, paired);
+  layer.x = ordered(simd, layer.dtype, layer.x, d, paired);
   sums.assign(static_cast<size_t>(stride * threads), 0.0f);
   active.assign(static_cast<size_t>(threads), 0);
   float* const sums_data = sums.data();
   int64_t* const active_data = active.data();
   parallel(threads, [&, sums_data, active_data](int index, int of) {
     const Range range = share(count, index, of);
-    active_data[index] = simd.ffn(dtype, x, matrix, slot_bytes, rows, range.begin, range.end, bias, d,
-                                  sums_data + index * stride);
+    active_data[index] = simd.ffn(layer, rows, range.begin, range.end, sums_data + index * stride);
   });
   for (int i = 1; i < threads; ++i) {
     for (int64_t j = 0; j < d; ++j) sums_data[j] += sums_data[i * stride + j];
     active_data[0] += active_data[i];
   }
   const float* result = sums_data;
-  if (dtype == DType::bfloat16) {
+  if (layer.dtype == DType::bfloat16) {
     paired.resize(static_cast<size_t>(d));
     simd.pair_down(sums_data, d, paired.data());
     result = paired.data();
@@ -100,12 +99,27 @@ void linear(DType dtype, const float* x, int64_t t, int64_t in, const uint8_t* w
   });
 }
 
-void low_rank(DType dtype, const float* x, int64_t d, const uint8_t* a, int64_t rank, const uint8_t* b, int64_t d_ff,
-              const float* bias, float* scores, int threads) {
+void linear_int8(const float* x, int64_t in, const int8_t* weight, const float* scale, int64_t out_features,
+                 const float* bias, float* out, int threads) {
+  const SimdKernels& simd = simd_best();
+  threads = plan_threads(threads, out_features * in);
+  parallel(threads, [&](int index, int of) {
+    const Range range = share(out_features, index, of);
+    simd.linear_int8(x, in, weight, scale, range.begin, range.end, bias, out);
+  });
+}
+
+void low_rank(const LowRank& factors, const float* x, float* scores, int threads) {
+  const auto& [dtype, d, rank, d_ff, a, b, a_scale, b_scale, bias] = factors;
   thread_local std::vector<float> hidden;
   hidden.resize(static_cast<size_t>(rank));
-  linear(dtype, x, 1, d, a, rank, nullptr, hidden.data(), threads);
-  linear(dtype, hidden.data(), 1, rank, b, d_ff, bias, scores, threads);
+  if (a_scale) {
+    linear_int8(x, d, reinterpret_cast<const int8_t*>(a), a_scale, rank, nullptr, hidden.data(), threads);
+    linear_int8(hidden.data(), rank, reinterpret_cast<const int8_t*>(b), b_scale, d_ff, bias, scores, threads);
+  } else {
+    linear(dtype, x, 1, d, a, rank, nullptr, hidden.data(), threads);
+    linear(dtype, hidden.data(), 1, rank, b, d_ff, bias, scores, threads);
+  }
 }
 
 void above(const float* scores, int64_t count, float threshold, std::vector<int32_t>& ids) {

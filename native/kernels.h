@@ -11,13 +11,24 @@ namespace wb {
 // threads = 0: one for each core. Small work runs on fewer threads than asked for; how many depends on its size alone.
 int plan_threads(int threads, int64_t bytes);
 
-int64_t sparse_ffn(DType dtype, const float* x, int64_t d, const uint8_t* matrix, int64_t slot_bytes,
-                   const int32_t* rows, int64_t count, const float* bias, float* out, int threads);
+// out += the FFN over `count` slots; returns how many of them were active.
+int64_t sparse_ffn(Ffn layer, const int32_t* rows, int64_t count, float* out, int threads);
 void linear(DType dtype, const float* x, int64_t t, int64_t in, const uint8_t* weight, int64_t out_features,
             const float* bias, float* out, int threads);
+
+// Factors a [rank, d] and b [d_ff, rank]. With scales, one a row, they are int8, and a row's value is scale * element;
+// else they are of `dtype`.
+struct LowRank {
+  DType dtype;
+  int64_t d, rank, d_ff;
+  const uint8_t *a, *b;
+  const float *a_scale, *b_scale;  // both or neither
+  const float* bias;
+};
+
 // scores = b @ (a @ x) + bias
-void low_rank(DType dtype, const float* x, int64_t d, const uint8_t* a, int64_t rank, const uint8_t* b, int64_t d_ff,
-              const float* bias, float* scores, int threads);
+void low_rank(const LowRank& factors, const float* x, float* scores, int threads);
+
 // Ids of scores above the threshold, sorted; a NaN counts as above, so that it is not lost.
 void above(const float* scores, int64_t count, float threshold, std::vector<int32_t>& ids);
 uint64_t read_sum(const uint8_t* data, int64_t bytes, int threads);

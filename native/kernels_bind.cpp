@@ -1,3 +1,4 @@
+#include <cmath>
 #include <cstring>
 #include <initializer_list>
 #include <optional>
@@ -62,11 +63,11 @@ constexpr auto kFloat = nb::dlpack::dtype_code::Float;
 constexpr auto kInt = nb::dlpack::dtype_code::Int;
 constexpr auto kUInt = nb::dlpack::dtype_code::UInt;
 
-DType parse_dtype(const char* dtype) {
+DType parse_dtype(const char* dtype, const char* names = "float32, float16 or bfloat16") {
   if (!std::strcmp(dtype, "float32")) return DType::float32;
   if (!std::strcmp(dtype, "float16")) return DType::float16;
   if (!std::strcmp(dtype, "bfloat16")) return DType::bfloat16;
-  reject("dtype", "must be float32, float16 or bfloat16");
+  reject("dtype", std::string("must be ") + names);
 }
 
 // 16-bit weights come as uint16 views, float16 also as itself.
@@ -88,8 +89,15 @@ const T* data(const In& array) {
 
 int64_t size(const In& array, size_t axis) { return static_cast<int64_t>(array.shape(axis)); }
 
+bool parse_squared(const char* activation) {
+  if (!std::strcmp(activation, "relu")) return false;
+  if (!std::strcmp(activation, "relu2")) return true;
+  reject("activation", "must be relu or relu2");
+}
+
 int64_t bind_sparse_ffn(const In& x, const In& matrix, int64_t slot_bytes, const In& rows, const In& bias,
-                        const char* dtype_name, const Out& out, int threads) {
+                        const char* dtype_name, const Out& out, int threads, bool gated, const char* activation,
+                        float threshold, std::optional<In> up_bias) {
   const DType dtype = parse_dtype(dtype_name);
   check("x", x, kFloat, 32, {-1});
   const int64_t d = size(x, 0), item = dtype == DType::float32 ? 4 : 2;
@@ -98,10 +106,16 @@ int64_t bind_sparse_ffn(const In& x, const In& matrix, int64_t slot_bytes, const
   check("bias", bias, kFloat, 32, {-1});
   check("out", out, kFloat, 32, {d});
   check_threads(threads);
-  if (slot_bytes < 2 * d * item || slot_bytes % item) reject("slot_bytes", "is too small for two rows of x's length");
+  if (slot_bytes < (gated ? 3 : 2) * d * item || slot_bytes % item) {
+    reject("slot_bytes", std::string("is too small for ") + (gated ? "three" : "two") + " rows of x's length");
+  }
   if (reinterpret_cast<uintptr_t>(matrix.data()) % static_cast<uintptr_t>(item)) reject("matrix", "is misaligned");
   const int64_t capacity = size(bias, 0);
   if (size(matrix, 0) < capacity * slot_bytes) reject("matrix", "has fewer slots than bias has entries");
+  const bool squared = parse_squared(activation);
+  if (!std::isfinite(threshold)) reject("threshold", "must be finite");
+  if (up_bias && !gated) reject("up_bias", "is for a gated FFN; the bias of an ungated one's up rows is `bias`");
+  if (up_bias) check("up_bias", *up_bias, kFloat, 32, {capacity});
   const int32_t* row = data<int32_t>(rows);
   int32_t low = 0, high = -1;
   for (int64_t i = 0; i < size(rows, 0); ++i) {
@@ -109,9 +123,10 @@ int64_t bind_sparse_ffn(const In& x, const In& matrix, int64_t slot_bytes, const
     high = row[i] > high ? row[i] : high;
   }
   if (low < 0 || high >= capacity) reject("rows", "names a slot outside [0, " + std::to_string(capacity) + ")");
+  const Ffn layer = {dtype, data<float>(x), d, data<uint8_t>(matrix), slot_bytes, data<float>(bias),
+                     up_bias ? data<float>(*up_bias) : nullptr, threshold, gated, squared};
   nb::gil_scoped_release released;
-  return sparse_ffn(dtype, data<float>(x), d, data<uint8_t>(matrix), slot_bytes, row, size(rows, 0),
-                    data<float>(bias), static_cast<float*>(out.data()), threads);
+  return sparse_ffn(layer, row, size(rows, 0), static_cast<float*>(out.data()), threads);
 }
 
 FloatArray bind_linear(const In& x, const In& weight, std::optional<In> bias, const char* dtype_name, int threads) {
@@ -129,37 +144,54 @@ FloatArray bind_linear(const In& x, const In& weight, std::optional<In> bias, co
   return out;
 }
 
-DType check_low_rank(const In& x, const In& a, const In& b, const In& bias, const char* dtype_name, int threads) {
-  const DType dtype = parse_dtype(dtype_name);
+// The factors' scales: both for int8 factors, none for others.
+using Scales = const std::optional<In>&;
+
+LowRank check_low_rank(const In& x, const In& a, const In& b, const In& bias, const char* dtype_name, int threads,
+                       Scales a_scale, Scales b_scale) {
+  const bool int8 = !std::strcmp(dtype_name, "int8");
+  const DType dtype = int8 ? DType::float32 : parse_dtype(dtype_name, "float32, float16, bfloat16 or int8");
   check("x", x, kFloat, 32, {-1});
-  check_weight("a", a, dtype, {-1, size(x, 0)});
-  check_weight("b", b, dtype, {-1, size(a, 0)});
+  if (int8) {
+    check("a", a, kInt, 8, {-1, size(x, 0)});
+    check("b", b, kInt, 8, {-1, size(a, 0)});
+    if (!a_scale) reject("a_scale", "is missing: int8 factors need one a row");
+    if (!b_scale) reject("b_scale", "is missing: int8 factors need one a row");
+    check("a_scale", *a_scale, kFloat, 32, {size(a, 0)});
+    check("b_scale", *b_scale, kFloat, 32, {size(b, 0)});
+  } else {
+    check_weight("a", a, dtype, {-1, size(x, 0)});
+    check_weight("b", b, dtype, {-1, size(a, 0)});
+    if (a_scale) reject("a_scale", "is for int8 factors only");
+    if (b_scale) reject("b_scale", "is for int8 factors only");
+  }
   check("bias", bias, kFloat, 32, {size(b, 0)});
   check_threads(threads);
-  return dtype;
+  return {dtype, size(x, 0), size(a, 0), size(b, 0), data<uint8_t>(a), data<uint8_t>(b),
+          int8 ? data<float>(*a_scale) : nullptr, int8 ? data<float>(*b_scale) : nullptr, data<float>(bias)};
 }
 
-FloatArray bind_scores(const In& x, const In& a, const In& b, const In& bias, const char* dtype_name, int threads) {
-  const DType dtype = check_low_rank(x, a, b, bias, dtype_name, threads);
+FloatArray bind_scores(const In& x, const In& a, const In& b, const In& bias, const char* dtype_name, int threads,
+                       std::optional<In> a_scale, std::optional<In> b_scale) {
+  const LowRank factors = check_low_rank(x, a, b, bias, dtype_name, threads, a_scale, b_scale);
   FloatArray out = new_array<float>({b.shape(0)});
   {
     nb::gil_scoped_release released;
-    low_rank(dtype, data<float>(x), size(x, 0), data<uint8_t>(a), size(a, 0), data<uint8_t>(b), size(b, 0),
-             data<float>(bias), out.data(), threads);
+    low_rank(factors, data<float>(x), out.data(), threads);
   }
   return out;
 }
 
-nb::ndarray<nb::numpy, int32_t> bind_predict(const In& x, const In& a, const In& b, const In& bias, float threshold, const char* dtype_name,
-                        int threads) {
-  const DType dtype = check_low_rank(x, a, b, bias, dtype_name, threads);
+nb::ndarray<nb::numpy, int32_t> bind_predict(const In& x, const In& a, const In& b, const In& bias, float threshold,
+                                             const char* dtype_name, int threads, std::optional<In> a_scale,
+                                             std::optional<In> b_scale) {
+  const LowRank factors = check_low_rank(x, a, b, bias, dtype_name, threads, a_scale, b_scale);
   thread_local std::vector<float> scores;
   thread_local std::vector<int32_t> ids;
   {
     nb::gil_scoped_release released;
     scores.resize(b.shape(0));
-    low_rank(dtype, data<float>(x), size(x, 0), data<uint8_t>(a), size(a, 0), data<uint8_t>(b), size(b, 0),
-             data<float>(bias), scores.data(), threads);
+    low_rank(factors, data<float>(x), scores.data(), threads);
     above(scores.data(), size(b, 0), threshold, ids);
   }
   return copy_ids(ids);
@@ -177,13 +209,16 @@ uint64_t bind_read_sum(const In& buffer, int threads) {
 void bind_kernels(nb::module_& m) {
   m.def("sparse_ffn", &bind_sparse_ffn, nb::arg("x").noconvert(), nb::arg("matrix").noconvert(), nb::arg("slot_bytes"),
         nb::arg("rows").noconvert(), nb::arg("bias").noconvert(), nb::arg("dtype"), nb::arg("out").noconvert(),
-        nb::arg("threads"));
+        nb::arg("threads"), nb::arg("gated"), nb::arg("activation"), nb::arg("threshold"),
+        nb::arg("up_bias").noconvert().none());
   m.def("linear", &bind_linear, nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
         nb::arg("bias").noconvert().none(), nb::arg("dtype"), nb::arg("threads"));
   m.def("scores", &bind_scores, nb::arg("x").noconvert(), nb::arg("a").noconvert(), nb::arg("b").noconvert(),
-        nb::arg("bias").noconvert(), nb::arg("dtype"), nb::arg("threads"));
+        nb::arg("bias").noconvert(), nb::arg("dtype"), nb::arg("threads"), nb::arg("a_scale").noconvert().none(),
+        nb::arg("b_scale").noconvert().none());
   m.def("predict", &bind_predict, nb::arg("x").noconvert(), nb::arg("a").noconvert(), nb::arg("b").noconvert(),
-        nb::arg("bias").noconvert(), nb::arg("threshold"), nb::arg("dtype"), nb::arg("threads"));
+        nb::arg("bias").noconvert(), nb::arg("threshold"), nb::arg("dtype"), nb::arg("threads"),
+        nb::arg("a_scale").noconvert().none(), nb::arg("b_scale").noconvert().none());
   m.def("read_sum", &bind_read_sum, nb::arg("buffer").noconvert(), nb::arg("threads"));
   m.def("instruction_set", [] { return simd_best().name; });
 }

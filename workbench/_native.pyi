@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
+Int8s = NDArray[np.int8]
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Weights = NDArray[Any]  # float32, or uint16 (float16 also as itself) for 16-bit storage
@@ -58,10 +59,33 @@ def sparse_ffn(
     dtype: str,
     out: Floats,
     threads: int,
+    gated: bool,
+    activation: str,
+    threshold: float,
+    up_bias: Floats | None,
 ) -> int: ...
 def linear(x: Floats, weight: Weights, bias: Floats | None, dtype: str, threads: int) -> Floats: ...
-def scores(x: Floats, a: Weights, b: Weights, bias: Floats, dtype: str, threads: int) -> Floats: ...
-def predict(x: Floats, a: Weights, b: Weights, bias: Floats, threshold: float, dtype: str, threads: int) -> Int32s: ...
+def scores(
+    x: Floats,
+    a: Weights | Int8s,
+    b: Weights | Int8s,
+    bias: Floats,
+    dtype: str,
+    threads: int,
+    a_scale: Floats | None,
+    b_scale: Floats | None,
+) -> Floats: ...
+def predict(
+    x: Floats,
+    a: Weights | Int8s,
+    b: Weights | Int8s,
+    bias: Floats,
+    threshold: float,
+    dtype: str,
+    threads: int,
+    a_scale: Floats | None,
+    b_scale: Floats | None,
+) -> Int32s: ...
 def read_sum(buffer: Bytes, threads: int) -> int: ...
 def instruction_set() -> str:
     """Which build of the kernels this processor runs: avx2 or baseline."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,22 @@ def demo_dense() -> Any:
 @pytest.fixture(scope="session")
 def demo_predictors() -> Predictors:
     return shipped_predictors()
+
+
+@pytest.fixture(scope="session")
+def relu_135m(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a real gated ReLU model: SmolLM2-135M, re-trained without SiLU. Do not change it."""
+    given = os.environ.get("WORKBENCH_RELU_MODEL")
+    if given is not None:
+        return Path(given)
+    recipe = Path(__file__).parents[3] / "shared/models/smollm2-135m-relu/build.py"
+    if not recipe.exists():
+        pytest.skip("no recipe for the 135M model beside the checkout; set WORKBENCH_RELU_MODEL to its directory")
+    made = tmp_path_factory.mktemp("relu-135m") / "model"
+    build = subprocess.run([sys.executable, recipe, made], capture_output=True, text=True)
+    if build.returncode:
+        pytest.skip(f"the 135M model could not be built ({build.stderr.strip().splitlines()[-1]})")
+    return made
 
 
 def dense_model(path: Path) -> Any:

@@ -33,7 +33,18 @@ def fails(*arguments: str | Path) -> str:
 
 def test_help_lists_the_commands_in_order() -> None:
     text = run("--help").stdout
-    commands = ["demo", "convert", "verify", "train-predictors", "analyze", "ablate", "generate", "bench"]
+    commands = [
+        "demo",
+        "convert",
+        "verify",
+        "relufy",
+        "train-predictors",
+        "evaluate",
+        "analyze",
+        "ablate",
+        "generate",
+        "bench",
+    ]
     places = [text.index(f" {name} ") for name in commands]
     assert places == sorted(places)
 

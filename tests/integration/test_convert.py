@@ -97,12 +97,12 @@ def test_every_kind_of_opt(tmp_path: Path, overrides: dict[str, Any]) -> None:
     check_bytes(convert(model, tmp_path / "store"), load_file(model / "model.safetensors"))
 
 
-def test_up_rows_and_groups(tiny_opt: Path, tmp_path: Path) -> None:
+def test_activated_rows_and_groups(tiny_opt: Path, tmp_path: Path) -> None:
     weights = load_file(tiny_opt / "model.safetensors")
     store = convert(tiny_opt, tmp_path / "store", dtype="bfloat16")
     for layer in range(2):
         up = weights[LAYER.format(layer) + "fc1.weight"].to(torch.bfloat16).view(torch.uint16)
-        assert (store.up_rows(layer) == up.numpy()).all()
+        assert (store.activated_rows(layer) == up.numpy()).all()
         down = weights[LAYER.format(layer) + "fc2.weight"].to(torch.bfloat16).T.contiguous().view(torch.uint16)
         assert (store.rows(layer, 1) == down.numpy()).all()
     assert [group.name for group in store.groups] == ["embed", "layer.0", "layer.1", "head"]

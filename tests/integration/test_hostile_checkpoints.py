@@ -75,8 +75,11 @@ CONFIGS: dict[str, tuple[Edit, str]] = {
     "a list": (lambda m: write(m, "config.json", b"[]"), "not a JSON object"),
     "no model_type": (lambda m: write(m, "config.json", b"{}"), "no model_type"),
     "model_type 3": (lambda m: edit_config(m, model_type=3), "no model_type"),
-    "unsupported": (lambda m: edit_config(m, model_type="gpt2"), "'gpt2' is not supported; supported: opt"),
-    "remote code": (lambda m: edit_config(m, auto_map={"AutoModel": "evil.Model"}), "auto_map.*never run"),
+    "unsupported": (lambda m: edit_config(m, model_type="gpt2"), r"'gpt2' is not supported; supported: .*opt"),
+    "remote code": (
+        lambda m: edit_config(m, model_type="evil", auto_map={"AutoModel": "evil.Model"}),
+        r"'evil' has code of its own \(auto_map\).*supported: .*opt",
+    ),
     "quantized": (lambda m: edit_config(m, quantization_config={"bits": 4}), "quantized"),
     "gelu": (lambda m: edit_config(m, activation_function="gelu"), "activation 'gelu' is not ReLU.*--force"),
     "no width": (lambda m: edit_config(m, hidden_size=None), "hidden_size is None"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,33 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from predictor_runs import D_FF, D_MODEL, LAYERS, SPEC, write_model, write_text, write_tokenizer
 from safetensors.torch import load_file, save_file
-from tiny_models import make_opt
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tiny_models import edit_config, make_tiny
 
 from workbench.capture.activations import FfnTap, active_neurons, dense, run_trunk, tokenizer
 from workbench.capture.text import documents, split_of, token_windows
-from workbench.errors import CheckpointError, DataError, DeviceError, PredictorError
+from workbench.errors import CheckpointError, DataError, DeviceError, PredictorError, TrainingError
+from workbench.experiments.reuse import analyze_sparsity
 from workbench.models import family
-from workbench.predictor.config import PredictorSpec
 from workbench.predictor.fingerprint import fingerprint
 from workbench.predictor.low_rank import Predictors
+from workbench.predictor.taps import Sample, Taps, View
 from workbench.predictor.train import train_predictors
 from workbench.spec import ModelSpec
-
-SPEC = PredictorSpec(
-    rank=6,
-    last_rank=10,
-    last_layers=1,
-    tokens=4096,
-    sequence=32,
-    batch_tokens=256,
-    init_tokens=1024,
-    validation_share=0.3,
-    validation_tokens=1024,
-)
-LAYERS, D_MODEL, D_FF = 3, 32, 96
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,35 +44,12 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 documents of random sentences in C4's layout."""
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(200)]
-    texts = [" ".join(rng.choices(words, weights=range(200, 0, -1), k=60)) for _ in range(300)]
-    path = tmp_path_factory.mktemp("data") / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    return write_text(tmp_path_factory.mktemp("data") / "text.jsonl")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
-    """A random OPT with sparse FFNs and a byte-level tokenizer trained on the text."""
-    path = tmp_path_factory.mktemp("models") / "opt"
-    make_opt(path, num_hidden_layers=LAYERS, hidden_size=D_MODEL, ffn_dim=D_FF, vocab_size=400)
-    weights = load_file(path / "model.safetensors")
-    for name, tensor in weights.items():
-        if name.endswith("fc1.bias"):
-            tensor -= 0.35
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel()  # type: ignore[assignment]
-    words.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    words.train_from_iterator(documents(data), trainer)
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(path)
-    return path
+    return write_model(tmp_path_factory.mktemp("models") / "opt", data)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +109,11 @@ def test_card_and_files(whole: Path, model: Path, data: Path) -> None:
     assert last < first
     factors = (6 + 6 + 10) * (D_MODEL + D_FF) + LAYERS * D_FF
     assert card["weight_share"] == pytest.approx(factors / (LAYERS * 2 * D_MODEL * D_FF))
-    assert predictors.nbytes == 2 * (factors - LAYERS * D_FF) + 4 * LAYERS * D_FF == card["nbytes"]
+    scales = (6 + 6 + 10) + LAYERS * D_FF
+    assert predictors.nbytes == (factors - LAYERS * D_FF) + 4 * scales + 4 * LAYERS * D_FF == card["nbytes"]
+    assert (whole / "predictors.safetensors").stat().st_size > predictors.nbytes
+    assert {layer.packed()[1].dtype for layer in predictors.layers} == {np.dtype(np.int8)}
+    assert card["run"] == {"dtype": "float32", "micro_windows": 8, "memory_bytes": 512 << 20, "processes": 1}
     trained_on = [t for t in documents(data) if split_of(t, SPEC.validation_share) == "train"]
     assert 0 < card["data"]["train"]["documents"] <= len(trained_on)
     assert card["measured"]["share"] > 0
@@ -174,9 +142,187 @@ def test_regression_beats_a_random_start_at_equal_steps(tmp_path: Path, whole: P
 def test_small_memory_and_the_magnitude_loss(tmp_path: Path, model: Path, data: Path) -> None:
     spec = replace(SPEC, loss="magnitude", store_dtype="float32")
     found = train_predictors(model, data, spec, out=tmp_path / "p", memory_bytes=1)
-    assert found.card["request"]["micro_windows"] == 1
+    assert found.card["run"]["micro_windows"] == 1
     assert all(entry["missed_activation"] < entry["false_negative"] for entry in found.card["layers"])
     assert found.layers[0].packed()[0].dtype == np.float32
+
+
+def test_int8_factors_predict_like_float32_ones(tmp_path: Path, whole: Path, model: Path, data: Path) -> None:
+    exact = train_predictors(model, data, replace(SPEC, store_dtype="float32"), out=tmp_path / "p")
+    narrow = Predictors.load(whole)
+    x = np.random.default_rng(0).standard_normal((50, D_MODEL)).astype(np.float32)
+    for one, other in zip(narrow.layers, exact.layers, strict=True):
+        assert one.a_scale is not None
+        assert one.b_scale is not None
+        for q, scale, values in ((one.a, one.a_scale, other.a), (one.b, one.b_scale, other.b)):
+            assert np.abs(q).max() == 127
+            assert (np.abs(q * scale[:, None] - values) <= 0.5001 * scale[:, None]).all()
+        assert np.corrcoef(one.scores(x).ravel(), other.scores(x).ravel())[0, 1] > 0.999
+    for one, other in zip(narrow.card["layers"], exact.card["layers"], strict=True):
+        assert one["predicted_over_active"] == pytest.approx(other["predicted_over_active"], rel=0.03)
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """A random Llama whose neurons fire above 0.8."""
+    path = tmp_path_factory.mktemp("models") / "llama"
+    sizes: dict[str, Any] = {
+        "hidden_size": D_MODEL,
+        "intermediate_size": D_FF,
+        "vocab_size": 400,
+        "max_position_embeddings": 128,
+    }
+    make_tiny(path, "llama", num_hidden_layers=LAYERS, **sizes)
+    edit_config(path, hidden_act="fatrelu", hidden_act_param=0.8)
+    write_tokenizer(path, data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("loss", "source"),
+    [
+        ("balanced", "ffn"),
+        ("bce", "ffn"),
+        ("root_magnitude", "ffn"),
+        ("contribution", "ffn"),
+        ("balanced", "before_norm"),
+        ("balanced", "previous_layer"),
+    ],
+)
+def test_a_gated_model_with_thresholds_by_every_loss_and_input(
+    tmp_path: Path, gated: Path, data: Path, loss: Any, source: Any
+) -> None:
+    spec = replace(SPEC, loss=loss, input=source, tokens=3072)
+    found = train_predictors(gated, data, spec, out=tmp_path / "p")
+    card = found.card
+    geometry = family("llama").spec(json.loads((gated / "config.json").read_text()))
+    factors = (6 + 6 + 10) * (D_MODEL + D_FF) + LAYERS * D_FF
+    assert card["weight_share"] == pytest.approx(factors / (LAYERS * 3 * D_MODEL * D_FF))
+    assert (card["input"], geometry.thresholds) == (source, (0.8,) * LAYERS)
+    for entry in card["layers"]:
+        assert 0.05 < entry["active"] / D_FF < 0.4
+        assert entry["false_negative"] == pytest.approx(SPEC.false_negative, abs=0.04)
+        assert entry["predicted_over_active"] < D_FF / entry["active"]
+    if source == "ffn":
+        found.check(geometry)
+    else:
+        with pytest.raises(PredictorError, match=f"trained on input '{source}', for comparison only"):
+            found.check(geometry)
+
+
+def test_other_inputs_are_what_they_say(gated: Path, data: Path) -> None:
+    loaded = dense(gated)
+    geometry = family("llama").spec(json.loads((gated / "config.json").read_text()))
+    ups = family("llama").activated_linears(loaded)
+    window = next(token_windows(documents(data), tokenizer(gated), 32))
+    seen: dict[str, list[Sample]] = {}
+    for source in ("ffn", "before_norm", "previous_layer"):
+        view = View.of(loaded, geometry, "contribution", source)  # type: ignore[arg-type]
+        rows = seen.setdefault(source, [])
+        with Taps(loaded, ups, view, lambda layer, sample, rows=rows: rows.append(sample)):
+            run_trunk(loaded, window[None])
+    for layer in range(LAYERS):
+        own = seen["ffn"][layer].x
+        block = loaded.model.layers[layer]
+        assert torch.equal(seen["ffn"][layer].z > 0, ups[layer](own) > 0.8)
+        torch.testing.assert_close(block.post_attention_layernorm(seen["before_norm"][layer].x), own)
+        assert torch.equal(seen["previous_layer"][layer].x, seen["ffn"][max(0, layer - 1)].x)
+        value = block.mlp.act_fn(block.mlp.gate_proj(own)) * block.mlp.up_proj(own)
+        one = (value[:, 5:6] @ block.mlp.down_proj.weight[:, 5:6].T).norm(dim=1)
+        size = seen["ffn"][layer].size
+        assert size is not None
+        torch.testing.assert_close(size[:, 5], one)
+
+
+def test_sparsity_counts_neurons_at_or_below_the_threshold_as_zero(tmp_path: Path, gated: Path, data: Path) -> None:
+    trained = train_predictors(gated, data, replace(SPEC, tokens=2048), out=tmp_path / "p")
+    rows = analyze_sparsity(gated, data, tokens=1024)["rows"]
+    for row, entry in zip(rows, trained.card["layers"], strict=True):
+        assert 1 - row["zeros"] == pytest.approx(entry["active"] / D_FF, rel=0.15)  # other text
+
+
+def test_the_regression_from_another_input_beats_a_random_start(tmp_path: Path, gated: Path, data: Path) -> None:
+    found = {}
+    for init in ("regression", "random"):
+        spec = replace(SPEC, input="previous_layer", init=init)  # type: ignore[arg-type]
+        found[init] = train_predictors(gated, data, spec, out=tmp_path / init).card["layers"]
+    ratios = {init: [entry["predicted_over_active"] for entry in layers] for init, layers in found.items()}
+    assert sum(ratios["regression"]) < sum(ratios["random"])
+
+
+def test_ranks_go_to_the_layers_that_need_them(tmp_path: Path, model: Path, data: Path) -> None:
+    spec = replace(SPEC, allocation="measured", rank_bytes=24 * (D_MODEL + D_FF + 4), tokens=2048)
+    with pytest.raises(KeyboardInterrupt):
+        train_predictors(model, data, spec, out=tmp_path / "p", progress=Stop("train", 2, interrupt))
+    found = train_predictors(model, data, spec, out=tmp_path / "p")
+    ranks, allocation = [layer.rank for layer in found.layers], found.card["allocation"]
+    assert sum(ranks) <= 24
+    assert set(ranks) <= set(allocation["candidates"])
+    assert sum(ranks) > 24 - max(np.diff(allocation["candidates"]))
+    for row in allocation["predicted"]:
+        assert row[0] > row[-1]
+    assert "within 0.00 MB of factors" in (tmp_path / "p" / "CARD.md").read_text()
+    with pytest.raises(PredictorError, match="rank_bytes 100 is below"):
+        train_predictors(model, data, replace(spec, rank_bytes=100), out=tmp_path / "small")
+
+
+def test_little_memory_means_bfloat16_and_a_resumed_run_keeps_to_it(
+    tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workbench.predictor.train.free_bytes", lambda device: 3 << 20)
+    with pytest.raises(KeyboardInterrupt):
+        train_predictors(model, data, SPEC, out=tmp_path / "p", progress=Stop("train", 2, interrupt))
+    monkeypatch.undo()
+    found = train_predictors(model, data, SPEC, out=tmp_path / "p")
+    assert found.card["run"] == {"dtype": "bfloat16", "micro_windows": 8, "memory_bytes": 1 << 20, "processes": 1}
+    assert found.card["request"]["dtype"] == "auto"
+
+
+def test_curves_for_tensorboard_go_on_after_a_stop(tmp_path: Path, model: Path, data: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra 'train'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    spec, logs = replace(SPEC, tokens=2048), tmp_path / "logs"
+    with pytest.raises(KeyboardInterrupt):
+        train_predictors(model, data, spec, out=tmp_path / "p", progress=Stop("train", 2, interrupt), logs=logs)
+    found = train_predictors(model, data, spec, out=tmp_path / "p", logs=logs)
+    events = EventAccumulator(str(logs)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"loss/layers_0-1_rank_6", "loss/layers_2_rank_10", "learning_rate", "tokens_per_s"} <= tags
+    points = [(e.step, e.value) for e in events.Scalars("loss/layers_2_rank_10")]
+    curve = found.card["loss_curve"]
+    wanted = [(s, pytest.approx(row[2])) for s, row in zip(curve["step"], curve["loss"], strict=True)]
+    assert points == wanted
+    assert events.Scalars("false_negative/layer_01")[0].value == pytest.approx(
+        found.card["layers"][1]["false_negative"]
+    )
+
+
+def test_logs_without_tensorboard_are_refused_before_anything_runs(
+    tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(TrainingError, match=r"pip install 'flash-workbench\[train\]'"):
+        train_predictors(model, data, SPEC, out=tmp_path / "p", logs=tmp_path / "logs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_c4_shards_through_the_datasets_library(tmp_path: Path, whole: Path, model: Path, data: Path) -> None:
+    pytest.importorskip("datasets", reason="needs the extra 'data'")
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    lines = data.read_text().splitlines(keepends=True)
+    for n, part in enumerate((lines[:140], lines[140:])):
+        (shards / f"c4-train.{n:05d}-of-00002.json.gz").write_bytes(gzip.compress("".join(part).encode()))
+    source = f"c4:{shards}"
+    assert list(documents(source, 130, 150)) == list(documents(data, 130, 150))
+    with pytest.raises(KeyboardInterrupt):
+        train_predictors(model, source, SPEC, out=tmp_path / "p", progress=Stop("train", 5, interrupt))
+    found = train_predictors(model, source, SPEC, out=tmp_path / "p")
+    assert found.card["data"]["train"]["source"] == "c4:shards"
+    assert found.card["loss_curve"] == Predictors.load(whole).card["loss_curve"]
+    with pytest.raises(DataError, match="no such file"):
+        train_predictors(model, f"c4:{tmp_path}/absent", SPEC, out=tmp_path / "q")
 
 
 def test_text_shorter_than_the_budget_is_read_again(tmp_path: Path, model: Path, data: Path) -> None:
@@ -303,7 +449,7 @@ def test_a_started_run_of_another_request_is_kept_unless_told(
     out = tmp_path / "p"
     with pytest.raises(KeyboardInterrupt):
         train_predictors(model, data, replace(SPEC, seed=1), out=out, progress=Stop("train", 2, interrupt))
-    with pytest.raises(PredictorError, match="another request"):
+    with pytest.raises(TrainingError, match="another request"):
         train_predictors(model, data, SPEC, out=out)
     train_predictors(model, data, SPEC, out=out, resume=False)
     assert same(out, whole)
@@ -332,6 +478,8 @@ def test_predictors_belong_to_their_model(whole: Path, model: Path) -> None:
         ("newer", "schema 99"),
         ("card cut", "not JSON"),
         ("missing tensor", "tensor b.1 is missing"),
+        ("missing scale", "tensor b_scale.1 is missing"),
+        ("wrong dtype", "tensor a.1 is float32, but the card says int8"),
         ("wrong shape", "where finite"),
         ("not finite", "where finite"),
     ],
@@ -344,6 +492,10 @@ def test_damaged_directories_are_named(tmp_path: Path, whole: Path, damage: str,
     if damage == "not finite":
         broken[1] = replace(broken[1], bias=broken[1].bias * np.nan)
     folder = tmp_path / "p"
+    if damage == "missing scale":
+        broken[1] = replace(broken[1], b_scale=None)
+    if damage == "wrong dtype":
+        broken[1] = replace(broken[1], a=broken[1].a.astype(np.float32), stored="float32")
     replace(predictors, layers=broken).save(folder)
     tensors, card = folder / "predictors.safetensors", folder / "card.json"
     raw = tensors.read_bytes()

@@ -46,27 +46,65 @@ def exact(weights: np.ndarray, dtype: str) -> np.ndarray:
 class Layer:
     """Slots of random neurons with padding behind each record."""
 
-    def __init__(self, d: int, capacity: int, dtype: str, seed: int = 0, padding: int = 64) -> None:
+    def __init__(
+        self,
+        d: int,
+        capacity: int,
+        dtype: str,
+        seed: int = 0,
+        padding: int = 64,
+        *,
+        gated: bool = False,
+        activation: str = "relu",
+        threshold: float = 0.0,
+        with_up_bias: bool = True,
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.dtype = dtype
         self.x = rng.standard_normal(d).astype(np.float32)
         self.bias = rng.standard_normal(capacity).astype(np.float32)
-        weights = store(rng.standard_normal((capacity, 2, d)), dtype)
+        weights = store(rng.standard_normal((capacity, 3 if gated else 2, d)), dtype)
         self.weights = exact(weights, dtype)
         record = weights.reshape(capacity, -1).view(np.uint8)
         self.slot_bytes = record.shape[1] + padding
         slots = np.full((capacity, self.slot_bytes), 0xFF, np.uint8)  # NaN, if it is ever read
         slots[:, : record.shape[1]] = record
         self.matrix = slots.reshape(-1)
+        self.gated, self.activation, self.threshold = gated, activation, threshold
+        self.up_bias = rng.standard_normal(capacity).astype(np.float32) if gated and with_up_bias else None
+
+    def z(self, rows: np.ndarray) -> np.ndarray:
+        """Pre-activations in float64."""
+        return self.weights[rows, 1 if self.gated else 0] @ self.x.astype(np.float64) + self.bias[rows]
 
     def expected(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
-        hidden = np.maximum(self.weights[rows, 0] @ self.x.astype(np.float64) + self.bias[rows], 0)
-        return hidden @ self.weights[rows, 1], int(np.count_nonzero(hidden))
+        z = self.z(rows)
+        active = z > self.threshold
+        hidden = np.where(active, z**2 if self.activation == "relu2" else z, 0)
+        if self.gated:
+            up_bias = 0 if self.up_bias is None else self.up_bias[rows]
+            hidden = hidden * (self.weights[rows, 0] @ self.x.astype(np.float64) + up_bias)
+        return hidden @ self.weights[rows, -1], int(np.count_nonzero(active))
+
+    def poison_inactive(self, rows: np.ndarray) -> None:
+        """NaN in every row of the inactive neurons but the one that decides."""
+        width = len(self.x) * ITEMSIZE[self.dtype]
+        slots = self.matrix.reshape(-1, self.slot_bytes)
+        for slot in rows[self.z(rows) <= self.threshold]:
+            for part in (0, 2) if self.gated else (1,):
+                slots[slot, part * width : (part + 1) * width] = 0xFF
 
     def run(self, kernel: Callable[..., int], rows: np.ndarray, threads: int = 1) -> tuple[np.ndarray, int]:
         out = np.zeros(len(self.x), np.float32)
-        active = kernel(self.x, self.matrix, self.slot_bytes, rows, self.bias, self.dtype, out, threads)
+        active = kernel(
+            self.x, self.matrix, self.slot_bytes, rows, self.bias, self.dtype, out, threads,
+            gated=self.gated, activation=self.activation, threshold=self.threshold, up_bias=self.up_bias,
+        )  # fmt: skip
         return out, active
+
+
+def assert_sums_close(got: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * max(1, np.abs(expected).max(initial=0)))
 
 
 @pytest.mark.parametrize("kernel", [sparse_ffn, sparse_ffn_reference])
@@ -79,7 +117,57 @@ def test_sparse_ffn(kernel: Callable[..., int], dtype: str, d: int, count: int) 
     out, active = layer.run(kernel, rows)
     expected, expected_active = layer.expected(rows)
     assert active == expected_active
-    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5 * max(1, np.abs(expected).max()) * 10)
+    assert_sums_close(out, expected)
+
+
+@pytest.mark.parametrize("kernel", [sparse_ffn, sparse_ffn_reference])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True], ids=["ungated", "gated"])
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("threshold", [0.0, 0.75, -0.5])
+def test_sparse_ffn_of_every_kind(
+    kernel: Callable[..., int], dtype: str, gated: bool, activation: str, threshold: float
+) -> None:
+    for d in (1, 9, 16, 40, 515):
+        for count in (0, 1, 4, 7, 37):
+            layer = Layer(
+                d, 50, dtype, seed=d * 100 + count, padding=4 if d % 2 else 64,
+                gated=gated, activation=activation, threshold=threshold, with_up_bias=d != 40,
+            )  # fmt: skip
+            rows = np.random.default_rng(count).permutation(50)[:count].astype(np.int32)
+            layer.poison_inactive(rows)
+            expected, expected_active = Layer.expected(layer, rows)
+            out, active = layer.run(kernel, rows)
+            assert active == expected_active
+            assert_sums_close(out, expected)
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["ungated", "gated"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_neuron_adds_the_same_whatever_its_neighbours(gated: bool, dtype: str) -> None:
+    layer = Layer(100, 40, dtype, gated=gated, activation="relu2", threshold=0.5)
+    rows = np.random.default_rng(3).permutation(40).astype(np.int32)
+    together = layer.run(sparse_ffn, rows)
+    out, active = np.zeros(100, np.float32), 0
+    for row in rows:
+        part, hit = layer.run(sparse_ffn, np.array([row], np.int32))
+        active += hit
+        out += part
+    assert active == together[1]
+    np.testing.assert_allclose(out, together[0], rtol=1e-4, atol=1e-3 * np.abs(out).max())
+    active_rows = rows[layer.z(rows) > 0.5]  # without the others: the same sums in the same order
+    np.testing.assert_array_equal(layer.run(sparse_ffn, active_rows)[0], together[0])
+
+
+def test_at_the_threshold_a_neuron_is_not_active() -> None:
+    slots = np.zeros((3, 2, 4), np.float32)
+    slots[:, 0, 0], slots[:, 1] = [1, 2, 3], 1
+    x, out = np.array([1, 0, 0, 0], np.float32), np.zeros(4, np.float32)
+    rows, bias = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
+    for kernel in (sparse_ffn, sparse_ffn_reference):
+        out[:] = 0
+        assert kernel(x, slots.view(np.uint8).reshape(-1), 32, rows, bias, "float32", out, threshold=2.0) == 1
+        np.testing.assert_array_equal(out, np.full(4, 3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,22 +197,28 @@ def test_sparse_ffn_adds_to_out_and_is_exact_on_small_integers() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_thread_counts_agree_and_each_is_reproducible(dtype: str) -> None:
-    layer = Layer(2048, 300, dtype)  # large enough that threads are really used
+@pytest.mark.parametrize("gated", [False, True], ids=["ungated", "gated"])
+def test_thread_counts_agree_and_each_is_reproducible(dtype: str, gated: bool) -> None:
+    layer = Layer(2048, 300, dtype, gated=gated)  # large enough that threads are really used
     rows = np.random.default_rng(1).permutation(300).astype(np.int32)
     one, active = layer.run(sparse_ffn, rows, 1)
+    assert_sums_close(one, layer.expected(rows)[0])
     for threads in (0, 2, 3, 5):
         out, same_active = layer.run(sparse_ffn, rows, threads)
         assert same_active == active
-        np.testing.assert_allclose(out, one, rtol=1e-4, atol=1e-2)
-        for _ in range(20):
+        assert_sums_close(out, one)
+        for _ in range(10):
             np.testing.assert_array_equal(layer.run(sparse_ffn, rows, threads)[0], out)
 
 
-def test_not_a_number_is_not_lost() -> None:
-    layer = Layer(16, 8, "float32")
+@pytest.mark.parametrize("kernel", [sparse_ffn, sparse_ffn_reference])
+@pytest.mark.parametrize("gated", [False, True], ids=["ungated", "gated"])
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_not_a_number_is_not_lost(kernel: Callable[..., int], gated: bool, activation: str) -> None:
+    layer = Layer(16, 8, "float32", gated=gated, activation=activation, threshold=0.5)
     layer.x[3] = np.nan
-    out, _ = layer.run(sparse_ffn, np.array([1], np.int32))
+    out, active = layer.run(kernel, np.array([1], np.int32))
+    assert active == 1
     assert np.isnan(out).all()
 
 
@@ -194,25 +288,124 @@ def test_linear_on_several_threads_equals_one() -> None:
         np.testing.assert_allclose(linear(x, weight, None, "float32", threads), one, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("d", "rank", "d_ff"), [(1, 1, 1), (64, 8, 100), (515, 33, 77), (512, 128, 2048)])
+Scales = dict[str, np.ndarray | None]
+
+
+def factors(d: int, rank: int, d_ff: int, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, Scales]:
+    """Random a and b in `dtype`, both in float64, and their scales as keywords."""
+    rng = np.random.default_rng(d * rank + d_ff)
+    a, b = rng.standard_normal((rank, d)) / d**0.5, rng.standard_normal((d_ff, rank))
+    if dtype != "int8":
+        a, b = store(a, dtype), store(b, dtype)
+        return a, b, exact(a, dtype), exact(b, dtype), {}
+    q = rng.integers(-128, 128, (rank, d), np.int8), rng.integers(-128, 128, (d_ff, rank), np.int8)
+    scale = [(rng.random(len(w)) / 64 / w.shape[1] ** 0.5).astype(np.float32) for w in q]
+    a, b = (w.astype(np.float64) * s[:, None] for w, s in zip(q, scale, strict=True))
+    return *q, a, b, {"a_scale": scale[0], "b_scale": scale[1]}
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+@pytest.mark.parametrize(
+    ("d", "rank", "d_ff"),
+    [(1, 1, 1), (64, 8, 100), (40, 17, 9), (515, 33, 77), (100, 64, 3), (512, 128, 2048), (1056, 300, 2001)],
+)
 def test_predict_and_scores(dtype: str, d: int, rank: int, d_ff: int) -> None:
     rng = np.random.default_rng(d)
     x = rng.standard_normal(d).astype(np.float32)
-    a, b = store(rng.standard_normal((rank, d)) / d**0.5, dtype), store(rng.standard_normal((d_ff, rank)), dtype)
+    a, b, exact_a, exact_b, scales = factors(d, rank, d_ff, dtype)
     bias = rng.standard_normal(d_ff).astype(np.float32)
-    expected = exact(b, dtype) @ (exact(a, dtype) @ x.astype(np.float64)) + bias
+    expected = exact_b @ (exact_a @ x.astype(np.float64)) + bias
     for kernel in (scores, scores_reference):
-        np.testing.assert_allclose(kernel(x, a, b, bias, dtype, 2), expected, rtol=1e-4, atol=1e-4)
+        for threads in (1, 2, 3):
+            got = kernel(x, a, b, bias, dtype, threads, **scales)
+            assert got.dtype == np.float32
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
     threshold = float(np.median(expected)) + 1e-3
     clear = np.abs(expected - threshold) > 1e-4
     for kernel in (predict, predict_reference):
-        got = kernel(x, a, b, bias, threshold, dtype, 2)
+        got = kernel(x, a, b, bias, threshold, dtype, 2, **scales)
         assert got.dtype == np.int32
         assert np.all(np.diff(got) > 0)
         fired = np.zeros(d_ff, bool)
         fired[got] = True
         np.testing.assert_array_equal(fired[clear], (expected > threshold)[clear])
+
+
+@pytest.mark.parametrize("rank", [16, 256])
+def test_every_int8_value_is_widened_exactly(rank: int) -> None:
+    """Each value in each place of a vector, as the only one that counts; the bias is added after the scale."""
+    values = np.arange(-128, 128)
+    for column in (*range(16), rank - 1):
+        b = np.full((256, rank), 77, np.int8)
+        b[:, column] = values
+        a = np.zeros((rank, 1), np.int8)
+        a[column] = 1
+        a_scale, b_scale = np.full(rank, 0.5, np.float32), np.full(256, 4, np.float32)
+        one, bias = np.ones(1, np.float32), np.full(256, 0.25, np.float32)
+        got = scores(one, a, b, bias, "int8", 1, a_scale=a_scale, b_scale=b_scale)
+        np.testing.assert_array_equal(got, 2 * values + 0.25)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+def test_a_row_scores_the_same_whatever_its_neighbours(dtype: str) -> None:
+    x = np.random.default_rng(0).standard_normal(100).astype(np.float32)
+    a, b, _, _, scales = factors(100, 37, 23, dtype)
+    bias = np.zeros(23, np.float32)
+    together = scores(x, a, b, bias, dtype, 1, **scales)
+    for row in range(23):
+        one = slice(row, row + 1)
+        own = {**scales, "b_scale": scales["b_scale"][one]} if dtype == "int8" else {}  # type: ignore[index]
+        assert scores(x, a, b[one], bias[one], dtype, 1, **own)[0] == together[row]
+
+
+def test_a_score_that_is_not_a_number_is_predicted() -> None:
+    a, b = np.ones((1, 4), np.float32), np.array([[1], [np.nan], [-1]], np.float32)
+    for kernel in (predict, predict_reference):
+        assert kernel(np.ones(4, np.float32), a, b, np.zeros(3, np.float32), 0.0).tolist() == [0, 1]
+
+
+INT8: dict[str, Any] = {
+    "x": np.zeros(8, np.float32),
+    "a": np.zeros((2, 8), np.int8),
+    "b": np.zeros((5, 2), np.int8),
+    "bias": np.zeros(5, np.float32),
+    "dtype": "int8",
+    "a_scale": np.ones(2, np.float32),
+    "b_scale": np.ones(5, np.float32),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a": np.zeros((2, 8), np.uint8)}, "a: must be int8"),
+        ({"b": np.zeros((5, 2), np.float32)}, "b: must be int8"),
+        ({"a": np.zeros((2, 7), np.int8)}, r"a: has shape \[2, 7\], not \[any, 8\]"),
+        ({"b": np.zeros((5, 4), np.int8)[:, ::2]}, "b: is not C-contiguous"),
+        ({"a_scale": None}, "a_scale: is missing"),
+        ({"b_scale": None}, "b_scale: is missing"),
+        ({"a_scale": np.ones(5, np.float32)}, r"a_scale: has shape \[5\], not \[2\]"),
+        ({"b_scale": np.ones(5)}, "b_scale: must be float32"),
+        ({"a_scale": 1.0}, "numpy arrays"),
+        ({"dtype": "float32"}, "a: must be float32"),
+        ({"dtype": "int4"}, "dtype: must be float32, float16, bfloat16 or int8"),
+    ],
+)
+def test_int8_factors_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
+    np.testing.assert_array_equal(scores(**INT8), np.zeros(5))
+    with pytest.raises(ValueError, match=message):
+        scores(**{**INT8, **changes})
+    with pytest.raises(ValueError, match=message):
+        predict(threshold=0.0, **{**INT8, **changes})
+
+
+def test_scales_are_for_int8_factors_only() -> None:
+    wide = {**INT8, "a": INT8["a"].astype(np.float32), "b": INT8["b"].astype(np.float32), "dtype": "float32"}
+    for name, other in (("a_scale", "b_scale"), ("b_scale", "a_scale")):
+        with pytest.raises(ValueError, match=f"{name}: is for int8 factors only"):
+            scores(**{**wide, other: None})
+    with pytest.raises(ValueError, match="a_scale, b_scale: int8 factors need both"):
+        scores_reference(**{**INT8, "a_scale": None})
 
 
 def test_predict_none_and_all() -> None:
@@ -251,11 +444,33 @@ ARRAYS: dict[str, Any] = {
         ("dtype", "int8", "dtype: must be float32, float16 or bfloat16"),
         ("out", np.zeros(7, np.float32), r"out: has shape \[7\], not \[8\]"),
         ("threads", -1, "threads"),
+        ("gated", True, "slot_bytes: is too small for three rows"),
+        ("activation", "gelu", "activation: must be relu or relu2"),
+        ("threshold", float("nan"), "threshold: must be finite"),
+        ("threshold", float("inf"), "threshold: must be finite"),
+        ("threshold", None, "plain numbers"),
+        ("up_bias", np.zeros(4, np.float32), "up_bias: is for a gated FFN"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sparse_ffn(**{**ARRAYS, name: value})
+
+
+@pytest.mark.parametrize(
+    ("up_bias", "message"),
+    [
+        (np.zeros(3, np.float32), r"up_bias: has shape \[3\], not \[4\]"),
+        (np.zeros(4), "up_bias: must be float32"),
+        (np.zeros(8, np.float32)[::2], "up_bias: is not C-contiguous"),
+        (0.5, "numpy arrays"),
+    ],
+)
+def test_up_biases_that_do_not_fit_are_named(up_bias: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sparse_ffn(
+            **{**ARRAYS, "matrix": np.zeros(4 * 96, np.uint8), "slot_bytes": 96, "gated": True, "up_bias": up_bias}
+        )
 
 
 def test_read_only_arrays_are_read_and_never_written() -> None:

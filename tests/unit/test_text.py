@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,12 @@ class Letters:
 
     def __call__(self, texts: list[str], add_special_tokens: bool, verbose: bool) -> dict[str, Any]:
         return {"input_ids": [[ord(c) for c in text] for text in texts]}
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        return ord(token) if len(token) == 1 else None
+
+    def convert_ids_to_tokens(self, number: int) -> str:
+        return chr(number)
 
 
 def write_json(path: Path, texts: list[str]) -> Path:
@@ -149,12 +156,13 @@ def test_splits_are_disjoint_stable_and_near_their_share() -> None:
     assert share["test"] == pytest.approx(0.1, abs=0.03)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("stop_after", [0, 1, 7, 60])
-def test_a_stream_goes_on_where_it_was_left(tmp_path: Path, stop_after: int) -> None:
+def test_a_stream_goes_on_where_it_was_left(tmp_path: Path, stop_after: int, ahead: bool) -> None:
     path = write_json(tmp_path / "a.json.gz", [f"text {i} " * (i % 7 + 1) for i in range(80)])
 
     def stream() -> TokenStream:
-        return TokenStream(path, Letters(), 32, lambda text: split_of(text, 0.2) == "train", loop=True)
+        return TokenStream(path, Letters(), 32, lambda text: split_of(text, 0.2) == "train", loop=True, ahead=ahead)
 
     whole = stream()
     wanted = [next(whole) for _ in range(150)]  # several rounds of the text
@@ -168,6 +176,26 @@ def test_a_stream_goes_on_where_it_was_left(tmp_path: Path, stop_after: int) -> 
     assert second.card == whole.card
     kept = [t for t in documents(path) if split_of(t, 0.2) == "train"]
     assert whole.card.documents == len(kept)
+    before = threading.active_count()
+    for one in (whole, first, second):
+        one.close()
+    assert threading.active_count() == before - (3 if ahead and stop_after else 2 if ahead else 0)
+
+
+def test_a_failure_ahead_is_met_where_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * 40}) + "\n" for _ in range(64)) + "not json\n")
+    stream = TokenStream(path, Letters(), 41, lambda text: True, ahead=True)
+    assert len([next(stream) for _ in range(64)]) == 64
+    for _ in range(2):
+        with pytest.raises(DataError, match="line 65 is not JSON"):
+            next(stream)
+    stream.close()
+
+
+def test_a_text_without_tokens_does_not_loop_for_ever(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "a.jsonl", ["", ""])
+    assert list(TokenStream(path, Letters(), 4, lambda text: True, loop=True)) == []
 
 
 def test_identity_changes_with_the_content(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Documents from C4-style files, plain text or the streamed C4 corpus, and token windows packed from them.
 
-A source is a file, a directory of files (read in name order) or the word `c4`. Files are `.json.gz`, `.jsonl.gz`,
+A source is a file, a directory of files (read in name order), the word `c4` (allenai/c4, streamed through the
+`datasets` library) or `c4:PATH` (the same, from local shards in C4's layout). Files are `.json.gz`, `.jsonl.gz`,
 `.jsonl` or `.json` with one JSON object a line that has a `text` field (C4's own layout), or plain text, whose
 paragraphs are gathered into documents of at least 2,000 characters. Whatever cannot be read raises `DataError`
 that names file and line.
@@ -11,12 +12,14 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import queue
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -26,6 +29,9 @@ JSON_LINES = (".json.gz", ".jsonl.gz", ".jsonl", ".json")
 PLAIN_TEXT = (".txt", ".txt.gz", ".text", ".md")
 PARAGRAPH_CHARACTERS = 2000
 ENCODE_DOCUMENTS = 32  # documents tokenised in one call: enough to use the tokenizer's own threads
+T = TypeVar("T")
+AHEAD = 8  # such calls that a stream may be ahead of its reader
+BETWEEN_DOCUMENTS = "<|endoftext|>"
 EDGE_BYTES = 64 << 10  # of each file's two ends, hashed to tell one source from another without reading it whole
 
 
@@ -34,8 +40,8 @@ def documents(source: str | Path, start: int = 0, stop: int | None = None) -> It
 
     Raises DataError: no such source, an unknown layout, damaged gzip, a line that is not JSON, no `text` field.
     """
-    if str(source) == "c4":
-        return _streamed_c4(start, stop)
+    if _is_c4(source):
+        return _streamed(source, start, stop)
     return islice(_chain(files(source)), start, stop)
 
 
@@ -107,20 +113,43 @@ def _paragraphs(path: Path) -> Iterator[str]:
         yield rest
 
 
-def _streamed_c4(start: int, stop: int | None) -> Iterator[str]:
+def _is_c4(source: str | Path) -> bool:
+    return str(source) == "c4" or str(source).startswith("c4:")
+
+
+def _shards(source: str | Path) -> list[Path]:
+    """The local shards of `c4:PATH`; none for `c4`."""
+    if str(source) == "c4":
+        return []
+    found = files(str(source)[3:])
+    for path in found:
+        if not path.name.endswith(JSON_LINES):
+            raise DataError(f"{source}: {path.name} is not in C4's layout; give .json.gz or .jsonl shards")
+    return found
+
+
+def _streamed(source: str | Path, start: int, stop: int | None) -> Iterator[str]:
+    shards = _shards(source)
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise DataError(
-            "c4: the `datasets` library is not installed; pip install 'flash-workbench[data]', or give a local file"
+            f"{source}: the `datasets` library is not installed; pip install 'flash-workbench[data]', or give a local "
+            "file"
         ) from error
     try:
-        rows = load_dataset("allenai/c4", "en", split="train", streaming=True).skip(start)
+        if shards:
+            rows: Any = load_dataset("json", data_files=[str(p) for p in shards], split="train", streaming=True)
+        else:
+            rows = load_dataset("allenai/c4", "en", split="train", streaming=True)
+        rows = rows.skip(start)
         for row in rows if stop is None else rows.take(max(0, stop - start)):
             yield row["text"]
     except Exception as error:  # the library raises its dependencies' own network errors, of many classes
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"c4: allenai/c4 could not be streamed ({first}); give a local C4 shard instead") from error
+        raise DataError(
+            f"{source}: could not be streamed ({first}); give a local C4 shard by its own name instead"
+        ) from error
 
 
 def source_identity(source: str | Path) -> dict[str, Any]:
@@ -128,7 +157,7 @@ def source_identity(source: str | Path) -> dict[str, Any]:
     if str(source) == "c4":
         return {"source": "c4", "files": 0, "bytes": 0, "sha256": ""}
     digest = hashlib.sha256()
-    paths = files(source)
+    paths = _shards(source) if _is_c4(source) else files(source)
     total = 0
     for path in paths:
         try:
@@ -140,7 +169,12 @@ def source_identity(source: str | Path) -> dict[str, Any]:
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
         total += size
-    return {"source": Path(source).name, "files": len(paths), "bytes": total, "sha256": digest.hexdigest()}
+    return {"source": source_name(source), "files": len(paths), "bytes": total, "sha256": digest.hexdigest()}
+
+
+def source_name(source: str | Path) -> str:
+    """What cards call a source: the last part of its path, with `c4:` where it is streamed."""
+    return "c4:" + Path(str(source)[3:]).name if str(source).startswith("c4:") else Path(source).name
 
 
 @dataclass
@@ -166,7 +200,7 @@ class DataCard:
 
 def data_card(source: str | Path, tokenizer: Any, start: int = 0, stop: int | None = None) -> DataCard:
     """Read the documents and count them: documents, tokens, SHA-256 of what was read."""
-    card = DataCard(Path(source).name)
+    card = DataCard(source_name(source))
     for texts in _batches(documents(source, start, stop), ENCODE_DOCUMENTS):
         for text, ids in zip(texts, encode(tokenizer, texts), strict=True):
             card.add(text, len(ids))
@@ -203,7 +237,13 @@ def token_windows(docs: Iterable[str], tokenizer: Any, length: int) -> Iterator[
 
 
 def end_of_text(tokenizer: Any) -> int:
-    """The token put between documents. DataError when the tokenizer has none."""
+    """The token put between documents: <|endoftext|> where there is one, else the end-of-text token.
+
+    A chat model's own ends a turn, and is not what it saw between documents. DataError when the tokenizer has none.
+    """
+    between = tokenizer.convert_tokens_to_ids(BETWEEN_DOCUMENTS)
+    if between is not None and tokenizer.convert_ids_to_tokens(between) == BETWEEN_DOCUMENTS:
+        return int(between)
     if tokenizer.eos_token_id is None:
         raise DataError("tokenizer: it has no end-of-text token; set eos_token in tokenizer_config.json")
     return int(tokenizer.eos_token_id)
@@ -215,62 +255,147 @@ def _batches(docs: Iterable[str], size: int) -> Iterator[list[str]]:
         yield batch
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Windows of some documents, the place where they begin, and what had been read at their end."""
+
+    place: dict[str, Any]
+    windows: np.ndarray
+    card: DataCard
+    round: int
+
+
 class TokenStream:
     """Token windows of the documents that `keep` accepts, with a position that can be saved and returned to.
 
     `loop` starts the source again at its end, so that a token budget may exceed the text. `card` counts what the
-    first round read. `position()` and `seek()` make a stopped run go on with the very next window.
+    first round read. `position()` and `seek()` make a stopped run go on with the very next window. With `ahead` a
+    thread reads and tokenises while the windows before are used; what is given out does not depend on it. `close()`
+    ends the thread: until then the tokenizer is the stream's alone.
     """
 
     def __init__(
-        self, source: str | Path, tokenizer: Any, length: int, keep: Callable[[str], bool], *, loop: bool = False
+        self,
+        source: str | Path,
+        tokenizer: Any,
+        length: int,
+        keep: Callable[[str], bool],
+        *,
+        loop: bool = False,
+        ahead: bool = False,
     ) -> None:
         self.source, self.tokenizer, self.length, self.keep, self.loop = source, tokenizer, length, keep, loop
-        self.card = DataCard(Path(source).name)
-        self.round = 0
-        self._next_document = 0
-        self._pending: list[int] = []
         self._eos = end_of_text(tokenizer)
-        self._batches = _batches(documents(source), ENCODE_DOCUMENTS)
+        self._ahead = ahead
+        self._chunks: Iterator[_Chunk] | _Ahead[_Chunk] | None = None
+        start = {"round": 0, "document": 0, "pending": [], "card": DataCard(source_name(source)).as_dict()}
+        self._begin(start)
+
+    def _begin(self, place: dict[str, Any]) -> None:
+        self.close()
+        self._place, self._used = place, 0
+        self._windows = np.empty((0, self.length), np.int64)
+        self.card, self.round = DataCard(**place["card"]), place["round"]
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return self
 
     def __next__(self) -> np.ndarray:
-        while len(self._pending) < self.length:
-            self._fill()
-        window = np.asarray(self._pending[: self.length], dtype=np.int64)
-        del self._pending[: self.length]
-        return window
+        if self._chunks is None:
+            chunks = self._read(self._place)
+            self._chunks = _Ahead(chunks, AHEAD) if self._ahead else chunks
+        while self._used == len(self._windows):
+            chunk = next(self._chunks)
+            self._place, self._windows, self.card, self.round = chunk.place, chunk.windows, chunk.card, chunk.round
+            self._used = 0
+        self._used += 1
+        return self._windows[self._used - 1]
 
-    def _fill(self) -> None:
-        batch = next(self._batches, None)
-        if batch is None:
-            if not self.loop or self.card.documents == 0:
-                raise StopIteration
-            self.round += 1
-            self._next_document = 0
-            self._batches = _batches(documents(self.source), ENCODE_DOCUMENTS)
-            return
-        self._next_document += len(batch)
-        texts = [text for text in batch if self.keep(text)]
-        for text, ids in zip(texts, encode(self.tokenizer, texts) if texts else [], strict=True):
-            self._pending += [*ids, self._eos] if ids else []
-            if self.round == 0:
-                self.card.add(text, len(ids))
+    def _read(self, place: dict[str, Any]) -> Iterator[_Chunk]:
+        """Documents to windows from a place on; a document's tokens that fill no window wait for the next ones."""
+        turn, document, pending = place["round"], place["document"], list(place["pending"])
+        card = DataCard(**place["card"])
+        batches = _batches(documents(self.source, document), ENCODE_DOCUMENTS)
+        while True:
+            place = {"round": turn, "document": document, "pending": pending, "card": card.as_dict()}
+            batch = next(batches, None)
+            if batch is None:
+                if not self.loop or card.tokens + card.documents < self.length:  # no window even of all of it
+                    return
+                turn, document = turn + 1, 0
+                batches = _batches(documents(self.source), ENCODE_DOCUMENTS)
+                continue
+            document += len(batch)
+            texts = [text for text in batch if self.keep(text)]
+            tokens = list(pending)
+            for text, ids in zip(texts, encode(self.tokenizer, texts) if texts else [], strict=True):
+                tokens += [*ids, self._eos] if ids else []
+                if turn == 0:
+                    card.add(text, len(ids))
+            whole = len(tokens) // self.length * self.length
+            windows = np.asarray(tokens[:whole], dtype=np.int64).reshape(-1, self.length)
+            pending = tokens[whole:]
+            yield _Chunk(place, windows, DataCard(**card.as_dict()), turn)
 
     def position(self) -> dict[str, Any]:
-        """JSON-ready: round, next document, tokens read but not yet given out, the card so far."""
-        return {
-            "round": self.round,
-            "document": self._next_document,
-            "pending": list(self._pending),
-            "card": self.card.as_dict(),
-        }
+        """JSON-ready: a round, a document, tokens before it that filled no window, what the card counted until there,
+        and how many windows were given out since."""
+        return {**self._place, "used": self._used}
 
     def seek(self, position: dict[str, Any]) -> None:
         """Go on where `position()` was taken."""
-        self.round, self._next_document = position["round"], position["document"]
-        self._pending = list(position["pending"])
-        self.card = DataCard(**position["card"])
-        self._batches = _batches(documents(self.source, self._next_document), ENCODE_DOCUMENTS)
+        self._begin({name: value for name, value in position.items() if name != "used"})
+        for _ in range(position["used"]):
+            next(self)
+
+    def close(self) -> None:
+        """End the thread that reads ahead. The stream can only be read again after `seek`."""
+        if isinstance(self._chunks, _Ahead):
+            self._chunks.close()
+        self._chunks = None
+
+
+class _Ahead(Generic[T]):
+    """An iterator that a thread runs, at most `depth` items ahead of the reader. `close` ends the thread."""
+
+    def __init__(self, items: Iterator[T], depth: int) -> None:
+        self._items = items
+        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for item in self._items:
+                if not self._put("item", item):
+                    return
+            self._put("end", None)
+        except BaseException as error:  # raised where the reader is
+            self._put("error", error)
+
+    def _put(self, kind: str, value: Any) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._ready.put((kind, value), timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        kind, value = self._ready.get()
+        if kind == "item":
+            return value
+        self._ready.put((kind, value))  # so that it is met again
+        if kind == "error":
+            raise value
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread and wait for it."""
+        self._closed.set()
+        self._thread.join()

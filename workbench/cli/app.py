@@ -11,10 +11,15 @@ import typer
 from typer.core import TyperGroup
 
 from workbench.ablation import Ablation, IoEngine
-from workbench.cli.options import Stages, ablation_options, console, progress_bar, writable
+from workbench.cli.options import Stages, ablation_options, console, made, progress_bar, spec_options, writable
+from workbench.predictor.config import PredictorSpec
+from workbench.relufy.config import RelufySpec
 from workbench.spec import LIMITS, DType, RunSpec
 
-ORDER = ("demo", "convert", "verify", "train-predictors", "analyze", "ablate", "generate", "bench")
+ORDER = (
+    "demo", "convert", "verify", "relufy", "train-predictors", "evaluate", "analyze", "ablate", "generate",
+    "bench",
+)  # fmt: skip
 
 
 class InOrder(TyperGroup):
@@ -41,7 +46,14 @@ Window = Annotated[int, typer.Option(min=0, max=LIMITS["window"][1], help="the p
 Dram = Annotated[str, typer.Option(help="DRAM budget: a share of the model (50%) or a size (3GiB)")]
 Context = Annotated[int, typer.Option(min=0, max=LIMITS["context"][1], help="KV cache, tokens; 0: all positions")]
 Depth = Annotated[int, typer.Option(min=1, max=LIMITS["depth"][1], help="reads in flight")]
+AnyDType = Literal["auto", "float32", "float16", "bfloat16"]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to train")]
+Logs = Annotated[Path | None, typer.Option(help="directory for TensorBoard")]
+CheckpointSeconds = Annotated[float, typer.Option(min=0, help="save the state this often")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="discard an unfinished run in OUT")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run code that its tokenizer brings along")]
 PredictorsDir = Annotated[Path | None, typer.Option(help="trained predictors")]
+Threads = Annotated[int, typer.Option(min=0, max=LIMITS["compute_threads"][1], help="of the kernels; 0: all cores")]
 StorePath = Annotated[Path, typer.Argument(help="a flash store")]
 
 
@@ -103,40 +115,143 @@ def verify(store: StorePath) -> None:
     console().print(f"{store}: whole, every digest fits", soft_wrap=True)
 
 
+@app.command()
+@spec_options(RelufySpec, "Distillation")
+def relufy(
+    model: Annotated[str, typer.Argument(help="checkpoint directory or hub id")],
+    out: Annotated[Path, typer.Argument(help="checkpoint directory to write")],
+    data: Annotated[list[str], typer.Option(help="text, as PATH or PATH=WEIGHT; may be given several times")],
+    spec: dict[str, Any],
+    device: Device = "cpu",
+    dtype: Annotated[DType, typer.Option(help="of the arithmetic; weights are trained in float32")] = "float32",
+    logs: Logs = None,
+    checkpoint_seconds: CheckpointSeconds = 120.0,
+    fresh: Fresh = False,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = None,
+) -> None:
+    """ReLU and re-train by distillation, for models that are not sparse; resumes."""
+    from workbench.experiments.record import write_json
+    from workbench.relufy.run import relufy as run
+
+    with progress_bar("relufy") as progress:
+        card = run(
+            model, _sources(data), made(RelufySpec, spec), out=out, resume=not fresh, device=device, dtype=dtype,
+            logs=logs, checkpoint_seconds=checkpoint_seconds, progress=progress, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    if json:
+        write_json(json, card)
+    for text, measured in card["measured"].items():
+        before, after = measured["before"], measured["after"]
+        console().print(
+            f"{out}, {text} text: perplexity {before['perplexity']:.2f} before, {after['perplexity']:.2f} after; "
+            f"{100 * after['zeros']:.1f}% zeros",
+            soft_wrap=True,
+        )
+
+
 @app.command("train-predictors")
+@spec_options(PredictorSpec, "Training")
 def train_predictors(
     model: Annotated[str, typer.Argument(help="dense checkpoint")],
     data: Data,
     out: Annotated[Path, typer.Option(help="directory to write")],
-    tokens: Annotated[int, typer.Option(min=1, help="training tokens")] = 100_000,
-    rank: Annotated[int | None, typer.Option(min=1, help="rank of the first layers [by the model's size]")] = None,
-    last_rank: Annotated[int | None, typer.Option(min=1, help="rank of the last layers [by the model's size]")] = None,
-    last_layers: Annotated[int | None, typer.Option(min=0, help="how many are last [an eighth]")] = None,
-    false_negative: Annotated[float, typer.Option(help="share of active neurons that may be missed")] = 0.05,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option()] = "cpu",
-    dtype: Annotated[DType, typer.Option(help="of the dense model")] = "float32",
-    fresh: Annotated[bool, typer.Option("--fresh", help="discard an unfinished run in OUT")] = False,
+    spec: dict[str, Any],
+    device: Device = "cpu",
+    dtype: Annotated[AnyDType, typer.Option(help="of the dense model; auto: by device and memory")] = "auto",
+    logs: Logs = None,
+    checkpoint_seconds: CheckpointSeconds = 120.0,
+    fresh: Fresh = False,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = None,
+) -> None:
+    """Low-rank predictors of all layers in one pass over the text; resumes. Runs under torchrun too."""
+    from workbench.experiments.record import write_json
+    from workbench.predictor.train import train_predictors as run
+    from workbench.report import predictor_table, read_predictors, to_rich
+    from workbench.training.distributed import is_main
+
+    with progress_bar("train predictors", shown=is_main()) as progress:
+        trained = run(
+            model, data, made(PredictorSpec, spec), out=out, resume=not fresh, device=device, dtype=dtype, logs=logs,
+            checkpoint_seconds=checkpoint_seconds, progress=progress, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    if not is_main():
+        return
+    if json:
+        write_json(json, trained.card)
+    console().print(to_rich(predictor_table(read_predictors(out))))
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str, typer.Argument(help="flash store, checkpoint directory or hub id")],
+    predictors: PredictorsDir = None,
+    data: Annotated[str | None, typer.Option(help="text for perplexity and for what a token costs")] = None,
+    documents: Annotated[tuple[int, int], typer.Option(min=0, help="from and up to which document of it")] = (0, 200),
+    tokens: Annotated[int, typer.Option(min=1, help="at most so many tokens of it")] = 16384,
+    tasks: Annotated[str, typer.Option(help="zero-shot tasks: arc_easy,arc_challenge,hellaswag,mmlu")] = "",
+    tasks_dir: Annotated[Path | None, typer.Option(help="their data in local files [the hub]")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="documents of each task [all]")] = None,
+    rates: Annotated[str, typer.Option(help="false-negative rates of the predictors")] = "0.01,0.02,0.05,0.1",
+    decode: Annotated[int, typer.Option(min=4, help="tokens timed a row")] = 64,
+    prompt: Annotated[list[str] | None, typer.Option(help="text to continue, dense beside predicted")] = None,
+    prompt_rate: Annotated[float, typer.Option(min=0, max=1, help="false-negative rate of that text")] = 0.05,
+    store: Annotated[Path | None, typer.Option(help="where a checkpoint is converted to")] = None,
+    out: Annotated[Path | None, typer.Option(help="directory for the page and the trade-off curve")] = None,
+    window: Window = 4,
+    dram: Dram = "100%",
+    context: Context = 2048,
+    depth: Depth = 32,
+    threads: Threads = 0,
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Low-rank predictors of all layers in one pass over the text; resumes."""
+    """Perplexity and zero-shot tasks through the running pipeline, dense and with predictors; resumes."""
+    from workbench.experiments.evaluate import evaluate as run
+    from workbench.experiments.evaluate import open_store
     from workbench.experiments.record import write_json
-    from workbench.predictor.config import PredictorSpec
-    from workbench.predictor.train import train_predictors as run
-    from workbench.report import predictor_table, read_predictors, to_rich
+    from workbench.experiments.side_by_side import side_by_side
+    from workbench.report import (
+        evaluation_table,
+        read_evaluation,
+        read_side_by_side,
+        side_by_side_rich,
+        to_rich,
+        write_evaluation,
+    )
+    from workbench.report.evaluation_table import headline
 
-    try:
-        spec = PredictorSpec(
-            tokens=tokens, rank=rank, last_rank=last_rank, last_layers=last_layers,
-            false_negative=false_negative, seed=seed,
+    if prompt and not predictors:
+        raise typer.BadParameter("--prompt compares with predictors: give --predictors DIR")
+    settings = RunSpec(window=window, dram=dram, context=context, depth=depth, compute_threads=threads, seed=seed)
+    keep = json or (out / "evaluation.json" if out else None)
+    partial = keep.with_name(keep.name + ".partial") if keep else None
+    screen = console()
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    with progress_bar("evaluate") as progress:
+        record = run(
+            model, predictors, store=store, data=data, tasks=[name for name in tasks.split(",") if name],
+            tasks_dir=tasks_dir, rates=_shares(rates), tokens=tokens, documents=documents, decode=decode, limit=limit,
+            run=settings, tell=lambda line: print(line, file=sys.stderr), progress=progress, partial=partial,
         )  # fmt: skip
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    with progress_bar("train predictors") as progress:
-        made = run(model, data, spec, out=out, resume=not fresh, device=device, dtype=dtype, progress=progress)
-    if json:
-        write_json(json, made.card)
-    console().print(to_rich(predictor_table(read_predictors(out))))
+    if keep:
+        write_json(keep, record)
+    if partial:
+        partial.unlink(missing_ok=True)
+    read = read_evaluation(record)
+    screen.print(to_rich(evaluation_table(read)))
+    screen.print(headline(read), soft_wrap=True)
+    texts = None
+    if prompt and predictors:
+        with progress_bar("side by side") as progress:
+            texts = side_by_side(
+                open_store(model, store), predictors, prompt, rate=prompt_rate, run=settings, progress=progress
+            )
+        screen.print(side_by_side_rich(read_side_by_side(texts)))
+    for path in write_evaluation(out, record, side_by_side=texts) if out else []:
+        screen.print(f"  {path}")
 
 
 @analyze.command("sparsity")
@@ -284,6 +399,26 @@ def flash(
         f"gaps up to {fit['gap_bytes'] / 1024:.0f} KiB are cheaper to read than to skip.",
         soft_wrap=True,
     )
+
+
+def _sources(given: list[str]) -> list[tuple[str, float]]:
+    """PATH or PATH=WEIGHT, each."""
+    found = []
+    for entry in given:
+        path, _, weight = entry.rpartition("=") if not Path(entry).exists() else (entry, "", "1")
+        try:
+            found.append((path or entry, float(weight) if path else 1.0))
+        except ValueError:
+            raise typer.BadParameter(f"{entry!r} is not PATH or PATH=WEIGHT") from None
+    return found
+
+
+def _shares(text: str) -> list[float]:
+    """'0.01,0.05' as numbers."""
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of shares such as 0.01,0.05") from None
 
 
 app.add_typer(analyze, name="analyze")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -26,11 +27,51 @@ BYTES_FROM = 1 << 22
 
 def ablation_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command one option for each field of Ablation; it receives those given as the mapping `ablation`."""
-    hints = get_type_hints(Ablation)
-    fields = dataclasses.fields(Ablation)
+    helps = {f.name: f.metadata["help"] for f in dataclasses.fields(Ablation)}
+    return _with_options(function, "ablation", Ablation, helps, "Techniques")
+
+
+def spec_options(kind: Any, panel: str, **given: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command one option for each field of a dataclass that the command does not have itself.
+
+    It receives those given as the mapping `spec`. Help comes from the class's docstring, whose paragraphs begin with
+    the names of the fields that they explain; `given` adds to it.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        return _with_options(function, "spec", kind, {**field_help(kind), **given}, panel)
+
+    return decorate
+
+
+def field_help(kind: Any) -> dict[str, str]:
+    """What a dataclass's docstring says of each field: paragraphs that begin with `name:` or `name, name:`."""
+    names = {f.name for f in dataclasses.fields(kind)}
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
+        for clause in re.split(r"(?<=\.) (?=[a-z_]+(?:, [a-z_]+)*: )", line.strip()):
+            match = re.match(r"([a-z_]+(?:, [a-z_]+)*): (.*)", clause)
+            if match and names.issuperset(match[1].split(", ")):
+                current = [match[2]]
+                found |= dict.fromkeys(match[1].split(", "), current)
+            else:
+                current.append(clause)
+    return {name: " ".join(words).strip().rstrip(".") for name, words in found.items()}
+
+
+def _with_options(
+    function: Callable[..., Any], name: str, kind: Any, helps: dict[str, str], panel: str
+) -> Callable[..., Any]:
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != name]
+    hints = get_type_hints(kind)
+    fields = [f for f in dataclasses.fields(kind) if f.name not in {p.name for p in own}]
     added = [
         inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(f, hints[f.name])
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=_annotation(f, hints[f.name], helps.get(f.name, ""), panel),
         )
         for f in fields
     ]
@@ -38,9 +79,8 @@ def ablation_options(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def command(*args: Any, **kwargs: Any) -> Any:
         given = {f.name: kwargs.pop(f.name) for f in fields}
-        return function(*args, **kwargs, ablation={k: v for k, v in given.items() if v is not None})
+        return function(*args, **kwargs, **{name: {k: v for k, v in given.items() if v is not None}})
 
-    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "ablation"]
     kinds = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
     command.__signature__ = inspect.Signature([*kinds, *added])  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in [*own, *added]}
@@ -48,12 +88,18 @@ def ablation_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _annotation(field: Any, hint: Any) -> Any:
-    text = field.metadata["help"]
-    default = "on" if field.default is True else "off" if field.default is False else field.default
-    if get_origin(hint) is Literal:
-        return Annotated[hint | None, typer.Option(help=f"{text} [{default}]", rich_help_panel="Techniques")]
-    return Annotated[bool | None, typer.Option(help=f"{text} [{default}]", rich_help_panel="Techniques")]
+def _annotation(field: Any, hint: Any, text: str, panel: str) -> Any:
+    words = {"True": "on", "False": "off", "None": "by the model"}
+    default = words.get(str(field.default), field.default)
+    return Annotated[hint | None, typer.Option(help=f"{text} ({default})", rich_help_panel=panel)]
+
+
+def made(kind: Any, given: dict[str, Any]) -> Any:
+    """The dataclass with the fields given; a value that it refuses is wrong usage."""
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def writable(path: Path | None) -> Path | None:
@@ -77,8 +123,8 @@ def console() -> Console:
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[ProgressFunction]:
-    """A bar on standard error with rate and time left, fed by (what, done, total)."""
+def progress_bar(title: str, shown: bool = True) -> Iterator[ProgressFunction]:
+    """A bar on standard error with rate and time left, fed by (what, done, total), if `shown`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -90,7 +136,7 @@ def progress_bar(title: str) -> Iterator[ProgressFunction]:
     )
     screen = Console(file=sys.stderr)
     # Not a terminal: no bar, so that a failure is the only line there.
-    with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
+    with Progress(*columns, console=screen, disable=not (shown and screen.is_terminal)) as bar:
         task = bar.add_task(title, total=None, rate="")
 
         def show(what: str, done: int, total: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from workbench.ablation import Ablation
 from workbench.dram.slots import Slots
-from workbench.engines.layers import TORCH_DTYPES
+from workbench.engines.layers import TORCH_DTYPES, as_tensor
 from workbench.engines.stats import StepClock
 from workbench.flash.reader import FlashReader
 from workbench.flash.store import Store
@@ -44,34 +44,57 @@ class PackedPredictor:
     def __init__(self, layer: LayerPredictor):
         self.a, self.b = layer.packed()
         self.bias, self.threshold = np.ascontiguousarray(layer.bias, np.float32), layer.threshold
-        self.dtype = layer.stored
+        self.dtype, self.scales = layer.stored, (layer.a_scale, layer.b_scale)
 
     def ids(self, x: np.ndarray[Any, Any], threads: int) -> np.ndarray[Any, Any]:
         """Sorted int32 ids predicted for one token's input [d_model]."""
-        return predict(x, self.a, self.b, self.bias, self.threshold, self.dtype, threads)
+        a_scale, b_scale = self.scales
+        return predict(
+            x, self.a, self.b, self.bias, self.threshold, self.dtype, threads, a_scale=a_scale, b_scale=b_scale
+        )
+
+    def mask(self, x: torch.Tensor) -> torch.Tensor:
+        """Bool [tokens, d_ff], the neurons predicted for each token's input [tokens, d_model].
+
+        The factors are widened for the time of the call, which pays where there are many tokens.
+        """
+        hidden = x @ _widened(self.a, self.scales[0]).T
+        scores = torch.addmm(torch.from_numpy(self.bias), hidden, _widened(self.b, self.scales[1]).T)
+        return scores > self.threshold
+
+
+@dataclass
+class Biases:
+    """Of one layer's FFN: `first` float32 [d_ff], of the row that the activation sits on; `up` float32 [d_ff] of a
+    gated FFN's up row, or None; `down` [d_model] or None."""
+
+    first: np.ndarray[Any, Any]
+    up: np.ndarray[Any, Any] | None
+    down: torch.Tensor | None
 
 
 class FlashFFN(nn.Module):
-    """fc2(relu(fc1(x))) of one layer with its neurons on flash. x: float32 [tokens, d_model]."""
+    """The FFN of one layer with its neurons on flash. x: float32 [tokens, d_model].
 
-    def __init__(self, shared: Shared, layer: int, up_bias: np.ndarray[Any, Any], down_bias: torch.Tensor | None):
+    out = sum over active neurons of f(z) * down, z the pre-activation; in a gated FFN also times (up.x + its bias).
+    """
+
+    def __init__(self, shared: Shared, layer: int, biases: Biases):
         super().__init__()
-        self.shared, self.layer = shared, layer
-        self.up_bias, self.down_bias = up_bias, down_bias
+        self.shared, self.layer, self.biases = shared, layer, biases
+        spec = shared.store.spec
+        self.gated, self.squared, self.threshold = spec.gated, spec.activation == "relu2", spec.threshold(layer)
         self.predictor: PackedPredictor | None = None
         self.slots: Slots | None = None
         self.resident = 0  # neurons 0 .. resident-1 are in the slots for good (hybrid without a predictor)
-        self.all_ids = np.arange(len(up_bias), dtype=np.int32)
-
-    def set_bias(self, up_bias: np.ndarray[Any, Any], down_bias: torch.Tensor | None) -> None:
-        self.up_bias, self.down_bias = up_bias, down_bias
+        self.all_ids = np.arange(spec.d_ff, dtype=np.int32)
 
     def set_slots(self, capacity: int) -> None:
         """New, empty slots; without a predictor they are filled with the first neurons, to stay."""
         shared = self.shared
         self.slots, self.resident = None, 0
         if capacity:
-            self.slots = Slots(shared.store.spec.d_ff, capacity, shared.slot_bytes, self.up_bias)
+            self.slots = Slots(shared.store.spec.d_ff, capacity, shared.slot_bytes, self.biases.first)
         if capacity and shared.ablation.predictor == "off":
             self._fetch(self.all_ids[:capacity], self.all_ids[:capacity], self.slots.matrix, sequential=True)  # type: ignore[union-attr]
             self.slots.update(self.all_ids[:capacity], 0)  # type: ignore[union-attr]
@@ -85,8 +108,8 @@ class FlashFFN(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         out = self._token(rows[0])[None] if len(rows) == 1 else self._prompt(rows)
-        if self.down_bias is not None:
-            out += self.down_bias.float()
+        if self.biases.down is not None:
+            out += self.biases.down
         return out.view(x.shape)
 
     # one token
@@ -105,9 +128,9 @@ class FlashFFN(nn.Module):
         shared, clock = self.shared, self.shared.clock
         if shared.ablation.predictor == "oracle":
             with clock.time("oracle"):
-                up = np.ascontiguousarray(shared.store.up_rows(self.layer))
-                z = linear(x[None], up, self.up_bias, shared.store.dtype, shared.threads)[0]
-                return np.flatnonzero(z > 0).astype(np.int32)
+                rows = np.ascontiguousarray(shared.store.activated_rows(self.layer))
+                z = linear(x[None], rows, self.biases.first, shared.store.dtype, shared.threads)[0]
+                return np.flatnonzero(z > self.threshold).astype(np.int32)
         assert self.predictor is not None
         with clock.time("predictor"):
             return self.predictor.ids(x, shared.threads)
@@ -126,7 +149,7 @@ class FlashFFN(nn.Module):
         shared.clock.in_window += slots.num_used
 
     def _pass(self, x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], window: int, out: np.ndarray[Any, Any]) -> None:
-        shared, slots, clock = self.shared, self.slots, self.shared.clock
+        slots, clock = self.slots, self.shared.clock
         assert slots is not None
         with clock.time("mem"):
             change = slots.update(ids, window)
@@ -137,25 +160,36 @@ class FlashFFN(nn.Module):
             raise
         clock.loaded += len(change.load_ids)
         clock.window_trims += change.trimmed
-        clock.active += sparse_ffn(
-            x, slots.matrix, slots.slot_bytes, change.rows, slots.bias, shared.store.dtype, out, shared.threads
-        )
+        clock.active += self._compute(x, slots.matrix, change.rows, slots.bias, slots.pointer, out)
+
+    def _compute(
+        self,
+        x: np.ndarray[Any, Any],
+        matrix: np.ndarray[Any, Any],
+        rows: np.ndarray[Any, Any],
+        bias: np.ndarray[Any, Any],
+        ids: np.ndarray[Any, Any],
+        out: np.ndarray[Any, Any],
+    ) -> int:
+        """Add the neurons in the slots `rows` of `matrix` to out; how many were active. bias, ids: by slot."""
+        shared = self.shared
+        return sparse_ffn(
+            x, matrix, shared.slot_bytes, rows, bias, shared.store.dtype, out, shared.threads,
+            gated=self.gated, activation="relu2" if self.squared else "relu", threshold=self.threshold,
+            up_bias=None if self.biases.up is None else self.biases.up[ids],
+        )  # fmt: skip
 
     def _dense(self, x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
         """Every neuron: those that stay resident from the slots, the others through the scratch."""
-        shared, clock = self.shared, self.shared.clock
+        clock = self.shared.clock
         if self.slots is not None:
-            clock.active += sparse_ffn(
-                x, self.slots.matrix, shared.slot_bytes, self.all_ids[: self.resident], self.up_bias[: self.resident],
-                shared.store.dtype, out, shared.threads,
-            )  # fmt: skip
+            ids = self.all_ids[: self.resident]
+            clock.active += self._compute(x, self.slots.matrix, ids, self.biases.first[ids], ids, out)
         for ids in self._blocks(self.all_ids[self.resident :]):
-            self._fetch(ids, self.all_ids[: len(ids)], shared.scratch, sequential=True)
+            places = self.all_ids[: len(ids)]
+            self._fetch(ids, places, self.shared.scratch, sequential=True)
             clock.loaded += len(ids)
-            clock.active += sparse_ffn(
-                x, shared.scratch, shared.slot_bytes, self.all_ids[: len(ids)], self.up_bias[ids],
-                shared.store.dtype, out, shared.threads,
-            )  # fmt: skip
+            clock.active += self._compute(x, self.shared.scratch, places, self.biases.first[ids], ids, out)
         clock.predicted += len(self.all_ids)
         clock.in_window += self.resident
 
@@ -165,53 +199,74 @@ class FlashFFN(nn.Module):
         """The neurons of all tokens together, each read once; each token uses its own neurons only."""
         shared, clock = self.shared, self.shared.clock
         out = torch.zeros_like(x)
-        if shared.ablation.predictor == "off":
-            chosen, ids = None, self.all_ids
+        mask = self._choose_all(x)
+        if mask is None:
+            ids = self.all_ids
         else:
-            chosen = [self._choose(row) for row in np.ascontiguousarray(x.numpy())]
-            ids = np.unique(np.concatenate(chosen)).astype(np.int32)
-            clock.predicted += sum(len(c) for c in chosen)
-            self._refill(chosen)
-        resident = ids[: self.resident] if chosen is None else ids[:0]
+            ids = np.flatnonzero(mask.any(0).numpy()).astype(np.int32)
+            clock.predicted += int(torch.count_nonzero(mask))
+            self._refill(mask)
+        resident = ids[: self.resident] if mask is None else ids[:0]
         if len(resident) and self.slots is not None:
             self._add(x, resident, self.slots.matrix, None, out)
         rest = ids[len(resident) :]
         for block in self._blocks(rest):
-            self._fetch(block, self.all_ids[: len(block)], shared.scratch, sequential=chosen is None)
+            self._fetch(block, self.all_ids[: len(block)], shared.scratch, sequential=mask is None)
             clock.loaded += len(block)
-            self._add(x, block, shared.scratch, chosen, out)
-            if chosen is not None:
+            self._add(x, block, shared.scratch, mask, out)
+            if mask is not None:
                 self._keep(block)
         return out
+
+    def _choose_all(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The neurons to compute for each of many tokens, bool [tokens, d_ff]; None for all."""
+        shared, clock = self.shared, self.shared.clock
+        if shared.ablation.predictor == "off":
+            return None
+        if shared.ablation.predictor == "oracle":
+            with clock.time("oracle"):
+                rows = as_tensor(shared.store.activated_rows(self.layer), shared.store.dtype).float()
+                return torch.addmm(torch.from_numpy(self.biases.first), x, rows.T) > self.threshold
+        assert self.predictor is not None
+        with clock.time("predictor"):
+            return self.predictor.mask(x)
 
     def _add(
         self,
         x: torch.Tensor,
         ids: np.ndarray[Any, Any],
         matrix: np.ndarray[Any, Any],
-        chosen: list[np.ndarray[Any, Any]] | None,
+        mask: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
         """Add the part of `ids`, which are in the first slots of `matrix`, to out [tokens, d_model]."""
         d, dtype = x.shape[1], TORCH_DTYPES[self.shared.store.dtype]
         slots = torch.from_numpy(matrix[: len(ids) * self.shared.slot_bytes]).view(dtype).view(len(ids), -1)
-        z = x @ slots[:, :d].float().T + torch.from_numpy(self.up_bias[ids])
-        hidden = z.relu_()
-        if chosen is not None:
-            mask = np.zeros((len(x), len(self.all_ids)), np.bool_)
-            for token, own in enumerate(chosen):
-                mask[token, own] = True
-            hidden *= torch.from_numpy(mask[:, ids])
-        self.shared.clock.active += int(torch.count_nonzero(hidden))
-        out += hidden @ slots[:, d : 2 * d].float()
+        rows = [slots[:, i * d : (i + 1) * d].float() for i in range(3 if self.gated else 2)]
+        z = torch.addmm(torch.from_numpy(self.biases.first[ids]), x, rows[-2].T)
+        chosen = ~(z <= self.threshold)  # true of NaN, which has to show
+        if mask is not None:
+            chosen &= mask[:, torch.from_numpy(ids)]
+        self.shared.clock.active += int(torch.count_nonzero(chosen))
+        # where() and not a product: a neuron that is left out counts for nothing, finite or not
+        hidden = torch.where(chosen, z, 0.0)
+        if self.squared:
+            hidden = hidden.square_()
+        if self.gated:
+            up = x @ rows[0].T
+            if self.biases.up is not None:
+                up += torch.from_numpy(self.biases.up[ids])
+            hidden *= up
+        out.addmm_(hidden, rows[-1])
 
-    def _refill(self, chosen: list[np.ndarray[Any, Any]]) -> None:
+    def _refill(self, mask: torch.Tensor) -> None:
         """Set the window to the last tokens of a prompt; `_keep` copies their neurons as they pass by."""
         slots, shared = self.slots, self.shared
         assert slots is not None
         with shared.clock.time("mem"):
             slots.clear()
-            last = chosen[-(shared.run.window + 1) :] if shared.ablation.windowing else []
+            kept = mask[-(shared.run.window + 1) :].numpy() if shared.ablation.windowing else []
+            last = [np.flatnonzero(row).astype(np.int32) for row in kept]
             if any(len(ids) > slots.capacity for ids in last):
                 return
             for ids in last:
@@ -263,6 +318,13 @@ class FlashFFN(nn.Module):
             )
         parts = range(layout.parts)
         offsets = [store.split_offset(self.layer, part) + neurons * layout.row_stride for part in parts]
-        places = [where + part * layout.row_bytes for part in parts]
+        order = layout.record_order()
+        places = [where + order.index(part) * layout.row_bytes for part in parts]
         lengths = np.full(layout.parts * len(ids), layout.row_bytes)
         return self.shared.split, np.concatenate(offsets), lengths, np.concatenate(places)
+
+
+def _widened(factor: np.ndarray[Any, Any], scale: np.ndarray[Any, Any] | None) -> torch.Tensor:
+    """A predictor's factor as float32 [rows, columns]; `scale` by row, of 8-bit factors."""
+    wide = torch.from_numpy(factor).float()
+    return wide if scale is None else wide * torch.from_numpy(scale)[:, None]

@@ -38,6 +38,12 @@ class PreallocatedLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
+    def rewind(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        self.length = length
+        if self.storage is not None:
+            self.keys, self.values = (store[:, :, :length] for store in self.storage)
+
     def reset(self) -> None:
         self.length = 0
         self.keys = self.values = None

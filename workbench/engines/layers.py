@@ -25,6 +25,12 @@ def as_numpy(weight: torch.Tensor) -> np.ndarray[Any, Any]:
     return weight.numpy() if weight.dtype == torch.float32 else weight.view(torch.uint16).numpy()
 
 
+def as_tensor(stored: np.ndarray[Any, Any], dtype: str) -> torch.Tensor:
+    """A stored array as numpy has it (bfloat16 as uint16) as a tensor of its own dtype, in memory of its own."""
+    array = np.array(stored)
+    return torch.from_numpy(array.view(np.int16) if array.dtype == np.uint16 else array).view(TORCH_DTYPES[dtype])
+
+
 class StoredLinear(nn.Module):
     """A linear layer, weight [out, in] in the store's dtype; takes and returns float32."""
 
@@ -89,7 +95,7 @@ def use_stored_weights(model: nn.Module, dtype: str, threads: int) -> None:
     """Swap, in place, every linear and layer norm for its stored twin; embeddings return float32."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if isinstance(child, nn.Linear):
                 setattr(parent, name, StoredLinear.like(child, dtype, threads))
             elif type(child) is nn.LayerNorm:
                 setattr(parent, name, StoredLayerNorm.like(child))

@@ -13,8 +13,8 @@ import torch
 
 from workbench.ablation import Ablation
 from workbench.engines.budget import context_tokens, plan_dram, slot_bytes
-from workbench.engines.ffn import FlashFFN, PackedPredictor, Shared
-from workbench.engines.kv import cache_argument, new_cache
+from workbench.engines.ffn import Biases, FlashFFN, PackedPredictor, Shared
+from workbench.engines.kv import PreallocatedLayer, cache_argument, new_cache
 from workbench.engines.layers import use_stored_weights
 from workbench.engines.resident import ResidentWeights
 from workbench.engines.sampling import next_token
@@ -50,7 +50,7 @@ class TorchCpuEngine:
         self.store, self.run, self.predictors = store, run, predictors
         self.spec, self.family = store.spec, family(store.spec.model_type)
         if predictors is not None:
-            predictors.check(store.spec, fingerprint(store.up_rows(i) for i in range(store.spec.num_layers)))
+            predictors.check(store.spec, fingerprint(store.activated_rows(i) for i in range(store.spec.num_layers)))
         self._check(ablation)
         self.plan = plan_dram(store, ablation, predictors, run)
         self.threads = run.compute_threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
@@ -165,7 +165,7 @@ class TorchCpuEngine:
             self.weights.make_streamed()
         layers = range(self.spec.num_layers)
         if not self.ffns:
-            self.ffns = [FlashFFN(self.shared, i, *self._biases(i)) for i in layers]
+            self.ffns = [FlashFFN(self.shared, i, self._biases(i)) for i in layers]
             for i, ffn in enumerate(self.ffns):
                 self.family.install(self.model, i, ffn)
                 self._layer(i).register_forward_pre_hook(self._before_layer(i))
@@ -173,14 +173,21 @@ class TorchCpuEngine:
             if not hybrid:
                 # biases are a few KiB and part of the slots: they are read once
                 self.weights.load(self.reader, f"layer.{i}")
-            self.ffns[i].set_bias(*self._biases(i))
+            self.ffns[i].biases = self._biases(i)
 
-    def _biases(self, layer: int) -> tuple[np.ndarray[Any, Any], torch.Tensor | None]:
+    def _biases(self, layer: int) -> Biases:
         names = self.family.ffn_names(self.spec, layer)
-        up = self.weights.extra.get(names.up_bias or "")
-        down = self.weights.extra.get(names.down_bias or "")
-        up_bias = np.zeros(self.spec.d_ff, np.float32) if up is None else up.float().numpy().copy()
-        return up_bias, None if down is None else down.float().clone()
+        up, down, gate = (self._bias(name) for name in (names.up_bias, names.down_bias, names.gate_bias))
+        first = gate if self.spec.gated else up
+        return Biases(
+            np.zeros(self.spec.d_ff, np.float32) if first is None else first.numpy(),
+            up.numpy() if self.spec.gated and up is not None else None,
+            down,
+        )
+
+    def _bias(self, name: str | None) -> torch.Tensor | None:
+        stored = self.weights.extra.get(name or "")
+        return None if stored is None else stored.float().clone()
 
     def _layer(self, index: int) -> torch.nn.Module:
         name = next(n for n in self.store.group(f"layer.{index}").tensors)
@@ -196,8 +203,8 @@ class TorchCpuEngine:
 
     # tokens
 
-    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Logits float32 [tokens, vocab] of `ids` [tokens], which follow the text so far."""
+    def _forward(self, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
+        """Logits float32 [keep, vocab] of the last of `ids` [tokens], which follow the text so far."""
         if self.reader is None:
             raise BudgetError("engine: it is closed; load the store again")
         self._check_length(self.position + len(ids))
@@ -206,7 +213,7 @@ class TorchCpuEngine:
             self.weights.load(self.reader, "head")
         with torch.no_grad(), _torch_threads(1 if len(ids) == 1 else self.threads):
             out = self.model(
-                input_ids=ids[None], use_cache=True, logits_to_keep=1, **{self._cache_argument: self.cache}
+                input_ids=ids[None], use_cache=True, logits_to_keep=keep, **{self._cache_argument: self.cache}
             )
         self.position += len(ids)
         logits = out.logits[0].float()
@@ -223,14 +230,29 @@ class TorchCpuEngine:
         logits = self._forward(torch.tensor([token]))[-1]
         return logits, self.clock.finish(self.position - 1)
 
-    def prefill(self, ids: list[int]) -> tuple[torch.Tensor, TokenStats]:
-        """Take a prompt, all tokens at once; logits [vocab] for the next token, and what it cost."""
+    def prefill(self, ids: list[int], keep: int = 0) -> tuple[torch.Tensor, TokenStats]:
+        """Take several tokens at once, each with its own neurons, the union of which is read once; and what it cost.
+
+        Returns logits [vocab] for the next token; with `keep`, logits [keep, vocab] after each of the last tokens.
+        """
         if not ids:
             raise DataError("prompt: it has no tokens; give at least one word")
+        if not 0 <= keep <= len(ids):
+            raise ValueError(f"keep={keep} is not in 0..{len(ids)}, the tokens given")
         self._apply()
         self.clock.begin()
-        logits = self._forward(torch.tensor(ids))[-1]
-        return logits, self.clock.finish(self.position - 1)
+        logits = self._forward(torch.tensor(ids), max(1, keep))
+        return logits if keep else logits[-1], self.clock.finish(self.position - 1)
+
+    def rewind(self, position: int) -> None:
+        """Forget the text after its first `position` tokens. The neuron windows stay: they decide what is read, not
+        what comes out."""
+        if not 0 <= position <= self.position:
+            raise ValueError(f"position={position} is not in 0..{self.position}, the tokens so far")
+        for layer in self.cache.layers if self.cache is not None else ():
+            assert isinstance(layer, PreallocatedLayer)
+            layer.rewind(position)
+        self.position = position
 
     def logits(self, input_ids: Any) -> torch.Tensor:
         """Teacher-forced, token by token, from an empty context: [T] -> float32 [T, vocab]."""
@@ -300,7 +322,7 @@ class TorchCpuEngine:
                 raise DataError(f"{self.store.path}: it has no tokenizer; convert a checkpoint that has tokenizer.json")
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.store.tokenizer_path)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.store.tokenizer_path, trust_remote_code=False)
         return self._tokenizer
 
 

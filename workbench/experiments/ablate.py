@@ -213,8 +213,9 @@ def _probe_flash(store: Store, ablation: Ablation, run: RunSpec) -> float:
 
 
 def _touched_bytes(store: Store, engine: TorchCpuEngine, steps: list[TokenStats]) -> float:
-    """Bytes of DRAM that a token's arithmetic must read: resident matrices, predictors, and of the FFN the up rows of
-    the computed neurons and the down rows of those that fire. Of the embedding, only a tied head reads it whole."""
+    """Bytes of DRAM that a token's arithmetic must read: resident matrices, predictors, and of the FFN the row that
+    decides of each computed neuron and the other rows of those that fire. Of the embedding, only a tied head reads it
+    whole."""
     resident = sum(slot.nbytes for group in store.groups for slot in group.tensors.values())
     lookups = {"embed": sum(slot.nbytes for slot in store.group("embed").tensors.values())}
     names = [name for group in store.groups for name in group.tensors]
@@ -222,8 +223,8 @@ def _touched_bytes(store: Store, engine: TorchCpuEngine, steps: list[TokenStats]
         head = engine.model.get_input_embeddings().weight
         lookups["embed"] -= head.numel() * head.element_size()
     row = store.layout.row_bytes
-    computed = float(np.mean([s.predicted for s in steps])) * (store.layout.parts - 1) * row
-    fired = float(np.mean([s.active for s in steps])) * row
+    computed = float(np.mean([s.predicted for s in steps])) * row
+    fired = float(np.mean([s.active for s in steps])) * (store.layout.parts - 1) * row
     return resident - lookups["embed"] + engine.plan.predictor_bytes + computed + fired
 
 

@@ -31,6 +31,7 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from workbench.capture.text import documents
 from workbench.experiments import teacher_text
+from workbench.training.sparsity import SparsityControl
 
 HELD_OUT_DOCUMENTS = 200
 EMBEDDED_BYTES = 2_500_000
@@ -84,25 +85,6 @@ def demo_config(vocab: int) -> OPTConfig:
         num_attention_heads=8, max_position_embeddings=512, dropout=0.0, activation_function="relu",
         bos_token_id=1, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-
-
-class SparsityControl:
-    """The L1 weight that holds the share of active neurons at a target, which falls over the run."""
-
-    def __init__(self, target: float, start: float = 0.1, end: float = 0.5):
-        self.target, self.start, self.end = target, start, end
-        self.weight, self.first = 0.0, 0.0
-
-    def step(self, progress: float, active: float) -> float:
-        """The weight to use next, given the run's progress (0 to 1) and the share seen last."""
-        if progress < self.start:
-            self.first = active
-            return 0.0
-        share = min(1.0, (progress - self.start) / (self.end - self.start))
-        goal = self.first * (self.target / self.first) ** share if self.first > self.target else self.target
-        error = max(-1.0, min(1.0, active / goal - 1))
-        self.weight = max(1e-5, self.weight) * math.exp(0.01 * error)
-        return self.weight
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int = 200) -> float:

@@ -16,6 +16,9 @@ from workbench.capture.text import documents, token_windows
 from workbench.errors import DataError
 from workbench.experiments.record import SCHEMA, machine, run_info
 from workbench.models import family
+from workbench.models.checkpoint import Checkpoint
+from workbench.models.hub import locate
+from workbench.models.weights import Weights
 
 WINDOWS = (0, 1, 2, 4, 8, 16, 32)
 SEQUENCE = 256
@@ -26,14 +29,16 @@ def capture_active(
     model: str | Path, data: str | Path, tokens: int, progress: Progress | None
 ) -> tuple[Any, list[list[list[np.ndarray]]]]:
     """The model's spec, and the active neurons by window of text, layer and token."""
+    path, name = locate(model)
+    with Checkpoint(path, name) as checkpoint:
+        spec = Weights(checkpoint).spec  # transformers' own config does not keep thresholds
     loaded = dense(model)
-    kind = family(loaded.config.model_type)
-    spec, ups = kind.spec(loaded.config.to_dict()), kind.activated_linears(loaded)
+    ups = family(spec.model_type).activated_linears(loaded)
     sequence = min(SEQUENCE, spec.max_positions)
     count = max(1, tokens // sequence)
     found: list[list[list[np.ndarray]]] = []
     for window in islice(token_windows(documents(data), tokenizer(model), sequence), count):
-        found.append(active_neurons(loaded, ups, [window]))
+        found.append(active_neurons(loaded, ups, [window], spec.thresholds))
         if progress:
             progress("active neurons", len(found) * sequence, count * sequence)
     if not found:

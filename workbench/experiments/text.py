@@ -18,7 +18,7 @@ def store_tokenizer(store: Store) -> Any:
         raise DataError(f"{store.path}: it has no tokenizer; convert a checkpoint that has tokenizer.json")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(store.tokenizer_path)
+    return AutoTokenizer.from_pretrained(store.tokenizer_path, trust_remote_code=False)
 
 
 def window_of(data: Any, store: Store, length: int) -> np.ndarray:

@@ -106,9 +106,10 @@ class Store:
         mapped = np.memmap(self.split_path, NUMPY_DTYPES[self.dtype], mode="r", offset=offset, shape=shape)
         return mapped[:, : self.spec.d_model]
 
-    def up_rows(self, layer: int) -> np.ndarray:
-        """The up projection, [d_ff, d_model], mapped and not read (`rows(layer, 0)`)."""
-        return self.rows(layer, 0)
+    def activated_rows(self, layer: int) -> np.ndarray:
+        """The rows whose product decides which neurons fire, [d_ff, d_model], mapped and not read: the gate's in a
+        gated FFN, else the up projection."""
+        return self.rows(layer, 2 if self.spec.gated else 0)
 
     def group(self, name: str) -> Group:
         """The resident group of that name. KeyError when there is none."""

@@ -19,16 +19,27 @@ def sparse_ffn(
     dtype: str,
     out: NDArray[np.float32],
     threads: int = 0,
+    *,
+    gated: bool = False,
+    activation: str = "relu",
+    threshold: float = 0.0,
+    up_bias: NDArray[np.float32] | None = None,
 ) -> int:
-    """out += sum over `rows` of relu(up . x + bias) * down; returns how many were active.
+    """out += the FFN of the neurons in `rows`; returns how many of them were active.
 
-    x, out: float32 [d]. matrix: uint8 [capacity * slot_bytes], a slot being [up row | down row] of d values of `dtype`
-    each. rows: int32 [n], slots to use. bias: float32 [capacity], by slot. threads: 0 for one a core. A down row is
-    read only where its neuron is active. The result depends on the arguments alone, `threads` included. ValueError
-    when they do not fit each other.
+    With z = up . x + bias, or gate . x + bias when gated, a neuron is active where z > threshold or z is NaN. Its value
+    h is z ('relu') or z * z ('relu2'). An active neuron adds h * down, or h * (up . x + up_bias) * down when gated.
+
+    x, out: float32 [d]. matrix: uint8 [at least capacity * slot_bytes], a slot being [up row | down row], or
+    [up row | gate row | down row] when gated, of d values of `dtype` each. rows: int32 [n], slots to use. bias: float32
+    [capacity], by slot, of the row that decides. up_bias: float32 [capacity], by slot, or None for zeros; gated only.
+    threshold: finite. threads: 0 for one a core. Of an inactive neuron only the row that decides is read. The result
+    depends on the arguments alone, `threads` included. ValueError when they do not fit each other.
     """
     try:
-        return _native.sparse_ffn(x, matrix, slot_bytes, rows, bias, dtype, out, threads)
+        return _native.sparse_ffn(
+            x, matrix, slot_bytes, rows, bias, dtype, out, threads, gated, activation, threshold, up_bias
+        )
     except TypeError:
         raise ValueError("sparse_ffn: needs numpy arrays on the CPU, out writable, and plain numbers") from None
 
@@ -42,14 +53,24 @@ def sparse_ffn_reference(
     dtype: str,
     out: NDArray[np.float32],
     threads: int = 0,
+    *,
+    gated: bool = False,
+    activation: str = "relu",
+    threshold: float = 0.0,
+    up_bias: NDArray[np.float32] | None = None,
 ) -> int:
     """As `sparse_ffn`, in numpy."""
-    d = len(x)
-    slots = matrix[: len(bias) * slot_bytes].reshape(len(bias), slot_bytes)[rows]
-    row_bytes = d * ITEMSIZE[dtype]
+    parts = 3 if gated else 2
+    slots = matrix[: len(bias) * slot_bytes].reshape(len(bias), slot_bytes)
+    records = np.ascontiguousarray(slots[rows, : parts * len(x) * ITEMSIZE[dtype]])
     stored = np.float32 if dtype == "float32" else np.uint16
-    up = widen(np.ascontiguousarray(slots[:, :row_bytes]).view(stored), dtype)
-    down = widen(np.ascontiguousarray(slots[:, row_bytes : 2 * row_bytes]).view(stored), dtype)
-    hidden = np.maximum(up @ x + bias[rows], 0)
-    out += hidden @ down
-    return int(np.count_nonzero(hidden))
+    weights = widen(records.view(stored), dtype).reshape(len(rows), parts, len(x))
+    z = weights[:, 1 if gated else 0] @ x + bias[rows]
+    active = ~(z <= threshold)
+    weights, rows, h = weights[active], rows[active], z[active]
+    if activation == "relu2":
+        h = h * h
+    if gated:
+        h = h * (weights[:, 0] @ x + (0 if up_bias is None else up_bias[rows]))
+    out += h @ weights[:, -1]
+    return len(rows)

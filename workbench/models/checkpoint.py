@@ -203,8 +203,6 @@ class Checkpoint:
 def _config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     config = _json(file, f"{path}: no config.json, so not a checkpoint; give the directory that holds config.json")
-    if "auto_map" in config:
-        raise CheckpointError(f"{file}: asks for code of its own (auto_map), which is never run; use a standard model")
     if "quantization_config" in config:
         raise CheckpointError(f"{file}: the weights are quantized; use the float32, float16 or bfloat16 checkpoint")
     if not isinstance(config.get("model_type"), str):

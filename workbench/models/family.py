@@ -36,6 +36,20 @@ class Family(Protocol):
         """`model_type` in config.json."""
         ...
 
+    @property
+    def ALIASES(self) -> tuple[str, ...]:
+        """Other values of `model_type` that checkpoints of this architecture have."""
+        ...
+
+    @property
+    def ACTIVATION_FIELD(self) -> str:
+        """The field of config.json that names the FFN's activation."""
+        ...
+
+    def model_class(self) -> Any:
+        """transformers' class for text generation; imports transformers."""
+        ...
+
     def spec(self, config: dict[str, Any], force: bool = False) -> ModelSpec:
         """The geometry that config.json states. CheckpointError when it cannot be run; `force` allows non-ReLU."""
         ...
@@ -65,11 +79,15 @@ class Family(Protocol):
         ...
 
     def skeleton(self, spec: ModelSpec) -> Any:
-        """transformers' model on the meta device, without FFN matrices."""
+        """transformers' model on the meta device, without FFN matrices; `workbench.models.build.skeleton`."""
         ...
 
     def install(self, model: Any, layer: int, module: Any) -> None:
-        """Put `module` where the layer's FFN runs."""
+        """Put `module` where the layer's FFN runs.
+
+        It is given x float32 [..., d_model], after the layer's norm, and returns the FFN's output of that shape,
+        biases included, in memory of its own: the layer may add to it in place.
+        """
         ...
 
     def activated_linears(self, model: Any) -> list[Any]:
@@ -81,5 +99,5 @@ class Family(Protocol):
         ...
 
     def kv_shape(self, spec: ModelSpec) -> tuple[int, int]:
-        """Heads of the KV cache and the width of each."""
+        """Heads of the KV cache and the width of each, as transformers' attention hands them to the cache."""
         ...

@@ -11,20 +11,20 @@ from workbench.models.checkpoint import TOKENIZER_FILES
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def locate(model: str | Path) -> tuple[Path, str]:
+def locate(model: str | Path, code: bool = False) -> tuple[Path, str]:
     """The checkpoint's directory and the name to record for it: a directory's own name, or the hub id.
 
     A hub id is downloaded (safetensors when the repository has them, pickled weights otherwise, config and
-    tokenizer) into the hub's own cache. CheckpointError when there is neither such a directory nor such an id, or
-    without network.
+    tokenizer; with `code` its Python files too) into the hub's own cache. CheckpointError when there is neither such a
+    directory nor such an id, or without network.
     """
     path = Path(model)
     if path.exists() or not isinstance(model, str) or not _HUB_ID.fullmatch(model):
         return path, path.absolute().name
-    return _download(model), model
+    return _download(model, code), model
 
 
-def _download(model: str) -> Path:
+def _download(model: str, code: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -32,6 +32,7 @@ def _download(model: str) -> Path:
         files = HfApi().list_repo_files(model)
         weights = "safetensors" if any(file.endswith(".safetensors") for file in files) else "bin"
         patterns = [f"*.{weights}", f"*.{weights}.index.json", "config.json", *TOKENIZER_FILES]
+        patterns += ["*.py"] if code else []
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub's client and its transport raise classes of their own
         try:

@@ -5,21 +5,22 @@ Names and shapes are those of transformers' OPTForCausalLM.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-import torch
 from torch import nn
 
-from workbench.errors import CheckpointError
+from workbench.models import build, fields, shapes
+from workbench.models.activation import activation
 from workbench.models.family import FfnNames
 from workbench.spec import ModelSpec
 
 MODEL_TYPE = "opt"
+ALIASES = ()
+ACTIVATION_FIELD = "activation_function"
 POSITION_OFFSET = 2
 """Rows that OPT's position table has before position 0."""
 _DECODER = "model.decoder."
-_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
+_LAYERS = _DECODER + "layers."
 _EMBED, _HEAD = _DECODER + "embed_tokens.weight", "lm_head.weight"
 _SIZES = ("num_hidden_layers", "hidden_size", "ffn_dim", "vocab_size", "max_position_embeddings", "num_attention_heads")
 _SWITCHES = {
@@ -35,36 +36,23 @@ _SWITCHES = {
 def spec(config: dict[str, Any], force: bool = False) -> ModelSpec:
     """The geometry that config.json states.
 
-    Raises CheckpointError when a field is missing or of a wrong type, or when the activation is not ReLU and `force`
-    is not given: neurons that are never exactly zero cannot be left out.
+    Raises CheckpointError when a field is missing or of a wrong type, or when the activation is none of relu, relu2
+    and fatrelu and `force` is not given.
     """
-    for name in _SIZES:
-        value = config.get(name)
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"config.json: {name} is {value!r}, not a positive whole number; see its card")
-    for name, default in _SWITCHES.items():
-        if type(config.get(name, default)) is not bool:
-            raise CheckpointError(f"config.json: {name} is {config[name]!r}, not true or false; see its card")
-    projection = config.get("word_embed_proj_dim", config["hidden_size"])
-    if projection is not None and (type(projection) is not int or projection < 1):
-        raise CheckpointError(f"config.json: word_embed_proj_dim is {projection!r}, not a positive whole number")
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    if width % heads:
-        raise CheckpointError(f"config.json: hidden_size {width} is not a multiple of num_attention_heads {heads}")
-    activation = config.get("activation_function", "relu")
-    if activation != "relu" and not force:
-        raise CheckpointError(
-            f"config.json: activation {activation!r} is not ReLU, so few neurons are zero; "
-            f"run `workbench relufy` on the model first, or pass --force to convert it as it is"
-        )
+    fields.sizes(config, _SIZES)
+    fields.switches(config, _SWITCHES)
+    fields.optional_size(config, "word_embed_proj_dim", config["hidden_size"])
+    fields.multiple("hidden_size", config["hidden_size"], "num_attention_heads", config["num_attention_heads"])
+    name, thresholds = activation(config, ACTIVATION_FIELD, "relu", config["num_hidden_layers"], force)
     return ModelSpec(
         model_type=MODEL_TYPE,
         num_layers=config["num_hidden_layers"],
-        d_model=width,
+        d_model=config["hidden_size"],
         d_ff=config["ffn_dim"],
         vocab_size=config["vocab_size"],
-        activation=str(activation),
+        activation=name,
         max_positions=config["max_position_embeddings"],
+        thresholds=thresholds,
         config=config,
     )
 
@@ -77,28 +65,28 @@ def canonical(name: str) -> str | None:
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor of the model by name; the tied head is absent. Order: embed, layers, head."""
-    width, embed = spec.d_model, _embed_width(spec)
-    shapes: dict[str, tuple[int, ...]] = {
+    width, embed, bias = spec.d_model, _embed_width(spec), _switch(spec, "enable_bias")
+    found: shapes.Shapes = {
         _EMBED: (spec.vocab_size, embed),
         _DECODER + "embed_positions.weight": (spec.max_positions + POSITION_OFFSET, width),
     }
     if embed != width:
-        shapes[_DECODER + "project_in.weight"] = (width, embed)
+        found[_DECODER + "project_in.weight"] = (width, embed)
     for layer in range(spec.num_layers):
-        prefix = f"{_DECODER}layers.{layer}."
+        prefix = f"{_LAYERS}{layer}."
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            shapes |= _linear(spec, f"{prefix}self_attn.{name}", width, width)
+            found |= shapes.linear(f"{prefix}self_attn.{name}", width, width, bias)
         for name in ("self_attn_layer_norm", "final_layer_norm"):
-            shapes |= _norm(spec, prefix + name)
-        shapes |= _linear(spec, prefix + "fc1", spec.d_ff, width)
-        shapes |= _linear(spec, prefix + "fc2", width, spec.d_ff)
+            found |= _norm(spec, prefix + name)
+        found |= shapes.linear(prefix + "fc1", spec.d_ff, width, bias)
+        found |= shapes.linear(prefix + "fc2", width, spec.d_ff, bias)
     if _switch(spec, "do_layer_norm_before") and not _switch(spec, "_remove_final_layer_norm"):
-        shapes |= _norm(spec, _DECODER + "final_layer_norm")
+        found |= _norm(spec, _DECODER + "final_layer_norm")
     if embed != width:
-        shapes[_DECODER + "project_out.weight"] = (embed, width)
+        found[_DECODER + "project_out.weight"] = (embed, width)
     if not _switch(spec, "tie_word_embeddings"):
-        shapes[_HEAD] = (spec.vocab_size, embed)
-    return shapes
+        found[_HEAD] = (spec.vocab_size, embed)
+    return found
 
 
 def tied(spec: ModelSpec) -> dict[str, str]:
@@ -108,7 +96,7 @@ def tied(spec: ModelSpec) -> dict[str, str]:
 
 def ffn_names(spec: ModelSpec, layer: int) -> FfnNames:
     """The FFN tensors of a layer: fc1 [d_ff, d_model], fc2 [d_model, d_ff]; biases are None without enable_bias."""
-    prefix, bias = f"{_DECODER}layers.{layer}.", _switch(spec, "enable_bias")
+    prefix, bias = f"{_LAYERS}{layer}.", _switch(spec, "enable_bias")
     return FfnNames(
         up=prefix + "fc1.weight",
         up_bias=prefix + "fc1.bias" if bias else None,
@@ -119,8 +107,7 @@ def ffn_names(spec: ModelSpec, layer: int) -> FfnNames:
 
 def layer_of(name: str) -> int | None:
     """The decoder layer that a tensor belongs to, or None."""
-    match = _LAYER.match(name)
-    return int(match[1]) if match else None
+    return shapes.number_after(_LAYERS, name)
 
 
 def group_of(name: str) -> str:
@@ -131,26 +118,16 @@ def group_of(name: str) -> str:
     return "embed" if name.startswith((_DECODER + "embed_", _DECODER + "project_in")) else "head"
 
 
+def model_class() -> Any:
+    """OPTForCausalLM."""
+    from transformers import OPTForCausalLM
+
+    return OPTForCausalLM
+
+
 def skeleton(spec: ModelSpec) -> Any:
-    """OPTForCausalLM on the meta device, in evaluation mode, with sdpa attention and without FFN matrices.
-
-    Nothing is allocated. Its state dict's names are those of the store's resident tensors, fc1.bias and fc2.bias
-    apart (the installed module has them), and lm_head.weight where it is tied: after `load_state_dict(...,
-    assign=True)` call `model.tie_weights()`. A layer whose FFN was not installed raises RuntimeError when it runs.
-    """
-    from transformers import OPTConfig, OPTForCausalLM
-
-    try:
-        config = OPTConfig.from_dict({**_SWITCHES, **spec.config})
-        config._attn_implementation = "sdpa"
-        with torch.device("meta"):
-            model = OPTForCausalLM(config)
-    except Exception as error:  # transformers checks a config's fields with error classes of its own
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"config.json: transformers cannot build the model from it ({reason})") from error
-    for layer in range(spec.num_layers):
-        install(model, layer, _NotInstalled(layer))
-    return model.eval().requires_grad_(False)
+    """OPTForCausalLM on the meta device, without FFN matrices; see `workbench.models.build.skeleton`."""
+    return build.skeleton(spec, model_class(), ACTIVATION_FIELD, install)
 
 
 def install(model: Any, layer: int, module: nn.Module) -> None:
@@ -182,15 +159,6 @@ def kv_shape(spec: ModelSpec) -> tuple[int, int]:
     return heads, spec.d_model // heads
 
 
-class _NotInstalled(nn.Module):
-    def __init__(self, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(f"layer {self.layer}: no FFN was installed in the skeleton")
-
-
 def _switch(spec: ModelSpec, name: str) -> bool:
     return spec.config.get(name, _SWITCHES[name])
 
@@ -200,12 +168,5 @@ def _embed_width(spec: ModelSpec) -> int:
     return spec.config.get("word_embed_proj_dim") or spec.d_model
 
 
-def _linear(spec: ModelSpec, name: str, out: int, inner: int) -> dict[str, tuple[int, ...]]:
-    bias: dict[str, tuple[int, ...]] = {name + ".bias": (out,)} if _switch(spec, "enable_bias") else {}
-    return {name + ".weight": (out, inner), **bias}
-
-
-def _norm(spec: ModelSpec, name: str) -> dict[str, tuple[int, ...]]:
-    if not _switch(spec, "layer_norm_elementwise_affine"):
-        return {}
-    return {name + ".weight": (spec.d_model,), name + ".bias": (spec.d_model,)}
+def _norm(spec: ModelSpec, name: str) -> shapes.Shapes:
+    return shapes.norm(name, spec.d_model) if _switch(spec, "layer_norm_elementwise_affine") else {}

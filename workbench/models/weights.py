@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from workbench.errors import CheckpointError
-from workbench.models import family
+from workbench.models import family_of
 from workbench.models.checkpoint import Checkpoint
 from workbench.spec import ModelSpec
 
@@ -25,7 +25,7 @@ class Weights:
 
     def __init__(self, checkpoint: Checkpoint, force: bool = False) -> None:
         self.checkpoint = checkpoint
-        self._family = family(checkpoint.config["model_type"])
+        self._family = family_of(checkpoint.config)
         self.spec: ModelSpec = self._family.spec(checkpoint.config, force)
         self._names = self._rename()
         self._check_layers()

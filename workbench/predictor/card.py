@@ -1,16 +1,89 @@
-"""The card of trained predictors as readable text."""
+"""The card of trained predictors: what was trained, on what text, how good it is; as JSON and as readable text."""
 
 from __future__ import annotations
 
-from typing import Any
+import platform
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from workbench.predictor.low_rank import LayerPredictor
+    from workbench.predictor.metrics import Counts
+    from workbench.predictor.trainer import Trainer
 
 SCHEMA = 1
+
+
+def make_card(
+    trainer: Trainer,
+    layers: list[LayerPredictor],
+    limits: list[list[float]],
+    counts: list[list[Counts]],
+    rates: list[float],
+    request: dict[str, Any],
+    data: dict[str, Any],
+    name: str,
+) -> dict[str, Any]:
+    """card.json, but for times. `limits` and `counts`: each layer's thresholds, and what they gave, by rate."""
+    spec, geometry = trainer.spec, trainer.geometry
+    ffn = geometry.parts * geometry.d_ff * geometry.d_model
+    chosen = rates.index(spec.false_negative)
+    factors = sum(layer.a.size + layer.b.size + layer.bias.size for layer in layers)
+    return {
+        "schema": SCHEMA,
+        "model": {
+            "name": name,
+            "num_layers": len(layers),
+            "d_model": geometry.d_model,
+            "d_ff": geometry.d_ff,
+            "parts": geometry.parts,
+        },
+        "model_digest": request["model_digest"],
+        "input": spec.input,
+        "spec": request["spec"],
+        "request": request,
+        "data": {**data, "rounds": trainer.stream.round + 1},
+        "seed": spec.seed,
+        "versions": _versions(),
+        "store_dtype": spec.store_dtype,
+        "nbytes": sum(layer.nbytes for layer in layers),
+        "weight_share": factors / (ffn * len(layers)),
+        "tokens_trained": trainer.steps * trainer.batch_tokens,
+        "tokens_statistics": trainer.init_batches * trainer.batch_tokens,
+        "steps": trainer.steps,
+        "batch_tokens": trainer.batch_tokens,
+        "allocation": trainer.allocation,
+        "loss_curve": trainer.curve,
+        "layers": [
+            {
+                "rank": layer.rank,
+                "threshold": layer.threshold,
+                **counts[n][chosen].as_dict(),
+                "weight_share": (layer.a.size + layer.b.size) / ffn,
+                "frontier": [
+                    {"target": rate, "threshold": limits[n][i], **counts[n][i].as_dict()}
+                    for i, rate in enumerate(rates)
+                ],
+            }
+            for n, layer in enumerate(layers)
+        ],
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("flash-workbench", "torch", "transformers", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
 
 
 def markdown(card: dict[str, Any]) -> str:
     """CARD.md: what was trained, on what text, and how good each layer is."""
     model, spec, data = card["model"], card["spec"], card["data"]
-    time = card.get("measured", {})
+    time, source = card.get("measured", {}), card.get("input", "ffn")
     lines = [
         f"# Predictors for {model['name']}",
         "",
@@ -28,6 +101,12 @@ def markdown(card: dict[str, Any]) -> str:
         f"- Factors stored as {card['store_dtype']}, {card['nbytes'] / 1e6:.2f} MB; "
         f"{card['weight_share']:.1%} of the FFN's weights.",
     ]
+    if source != "ffn":
+        lines.append(f"- Input: {source}, for comparison; no engine takes these.")
+    if card.get("allocation"):
+        lines.append(
+            f"- Ranks: by what each layer gains, within {card['allocation']['rank_bytes'] / 1e6:.2f} MB of factors."
+        )
     if time:
         lines.append(
             f"- Time: {time['predictor_us']:.0f} us a token for all layers beside {time['ffn_us']:.0f} us for the "

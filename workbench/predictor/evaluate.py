@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.capture.activations import FfnTap, run_trunk
+from workbench.capture.activations import run_trunk
 from workbench.predictor.initialise import Factors
 from workbench.predictor.metrics import ActiveLogits, Counts, count
+from workbench.predictor.taps import Sample, Taps, View
+from workbench.training.distributed import World
 
 RATES = (0.01, 0.02, 0.05, 0.1)
 Tick = Callable[[int], None]
@@ -37,17 +39,38 @@ class Scorer:
 
 
 def thresholds(
-    model: Any, ups: Sequence[nn.Linear], scorer: Scorer, batches: Iterable[np.ndarray], rates: list[float], tick: Tick
+    model: Any,
+    ups: Sequence[nn.Linear],
+    scorer: Scorer,
+    batches: Iterable[np.ndarray],
+    rates: list[float],
+    tick: Tick,
+    *,
+    view: View | None = None,
+    world: World | None = None,
 ) -> list[list[float]]:
-    """For each layer the threshold of each rate: at most that share of its active neurons has a logit not above it."""
+    """For each layer the threshold of each rate: at most that share of its active neurons has a logit not above it.
+
+    `ups`: the linears that activations sit on; `view`: see `workbench.predictor.taps` [the FFN's own input, active
+    above 0]. `batches`: this process's part; all get the thresholds of the parts together.
+    """
     found = [ActiveLogits() for _ in ups]
 
-    def sink(layer: int, x: torch.Tensor, z: torch.Tensor) -> None:
-        found[layer].add(scorer(layer, x)[z > 0].cpu().numpy())
+    def sink(layer: int, sample: Sample) -> None:
+        found[layer].add(scorer(layer, sample.x)[sample.z > 0].cpu().numpy())
 
-    with FfnTap(ups, sink):
+    with Taps(model, ups, view or View(), sink):
         _run(model, batches, tick)
-    return [[logits.threshold(rate) for rate in rates] for logits in found]
+    if world is None or world.size == 1:
+        return [logits.thresholds(rates) for logits in found]
+    world.agree()
+    limits = []
+    for own in found:
+        parts = world.gather(own)  # a layer at a time: these are many values
+        for other in parts[1:]:
+            parts[0].merge(other)
+        limits.append(parts[0].thresholds(rates))
+    return limits
 
 
 def measure(
@@ -57,17 +80,26 @@ def measure(
     batches: Iterable[np.ndarray],
     limits: list[list[float]],
     tick: Tick,
+    *,
+    view: View | None = None,
+    world: World | None = None,
 ) -> list[list[Counts]]:
-    """Counts of each layer at each of its thresholds."""
+    """Counts of each layer at each of its thresholds; arguments as for `thresholds`."""
     found = [[Counts() for _ in row] for row in limits]
+    seen = view or View()
 
-    def sink(layer: int, x: torch.Tensor, z: torch.Tensor) -> None:
-        for i, counts in enumerate(count(scorer(layer, x), limits[layer], z)):
+    def sink(layer: int, sample: Sample) -> None:
+        value = seen.value(layer, sample.z)
+        for i, counts in enumerate(count(scorer(layer, sample.x), limits[layer], sample.z, value)):
             found[layer][i] += counts
 
-    with FfnTap(ups, sink):
+    with Taps(model, ups, seen, sink):
         _run(model, batches, tick)
-    return found
+    if world is None or world.size == 1:
+        return found
+    world.agree()
+    parts = world.gather(found)
+    return [[sum(cell, Counts()) for cell in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
 
 
 def _run(model: Any, batches: Iterable[np.ndarray], tick: Tick) -> None:

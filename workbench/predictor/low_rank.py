@@ -1,7 +1,7 @@
 """Low-rank predictors: for each layer logits = b (a x) + bias, and a neuron is predicted where they pass a threshold.
 
 Paper section 3.1: x is the FFN's own input. A directory holds `predictors.safetensors` (a.N, b.N, bias.N for layer N;
-factors in the stored dtype, biases float32), `card.json` and `CARD.md`.
+factors in the stored dtype, biases float32; int8 factors with a_scale.N and b_scale.N), `card.json` and `CARD.md`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from workbench.spec import ModelSpec
 from workbench.training.state import sync_directory, write_atomic
 
 TENSORS, CARD, TEXT = "predictors.safetensors", "card.json", "CARD.md"
+SCALES = ("a_scale", "b_scale")
 
 
 @dataclass(frozen=True)
 class LayerPredictor:
     """One layer. a [rank, d_model], b [d_ff, rank], bias float32 [d_ff], threshold on the logits.
 
-    `stored` is the dtype of the factors on file; a and b hold exactly those values, once loaded in that dtype.
+    `stored` is the dtype of the factors on file; a and b hold exactly those values, once loaded in that dtype. Where it
+    is int8, a_scale float32 [rank] and b_scale float32 [d_ff] are there: a value is its integer times its row's scale.
     """
 
     a: np.ndarray
@@ -40,6 +42,8 @@ class LayerPredictor:
     bias: np.ndarray
     threshold: float
     stored: str = "float16"
+    a_scale: np.ndarray | None = None
+    b_scale: np.ndarray | None = None
 
     @property
     def rank(self) -> int:
@@ -49,20 +53,24 @@ class LayerPredictor:
     @property
     def nbytes(self) -> int:
         """Bytes as stored, which is what an engine keeps in DRAM."""
-        return (self.a.size + self.b.size) * np.dtype(self.stored).itemsize + self.bias.nbytes
+        scales = sum(scale.nbytes for scale in (self.a_scale, self.b_scale) if scale is not None)
+        return (self.a.size + self.b.size) * np.dtype(self.stored).itemsize + self.bias.nbytes + scales
 
     def packed(self) -> tuple[np.ndarray, np.ndarray]:
-        """a and b in the stored dtype, for the kernels; no value changes."""
+        """a and b in the stored dtype, for the kernels, which take an int8 layer's scales beside them; no value
+        changes."""
         return self.a.astype(self.stored, copy=False), self.b.astype(self.stored, copy=False)
 
     def scores(self, x: np.ndarray) -> np.ndarray:
         """Logits float32 [..., d_ff] of inputs float32 [..., d_model]."""
         a, b = self.a.astype(np.float32, copy=False), self.b.astype(np.float32, copy=False)
-        return (x @ a.T) @ b.T + self.bias
+        hidden = x @ a.T if self.a_scale is None else (x @ a.T) * self.a_scale
+        logits = hidden @ b.T if self.b_scale is None else (hidden @ b.T) * self.b_scale
+        return logits + self.bias
 
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Sorted int32 ids of the neurons predicted for one input [d_model]."""
-        return np.flatnonzero(self.scores(x) > self.threshold).astype(np.int32)
+        return np.flatnonzero(~(self.scores(x) <= self.threshold)).astype(np.int32)  # a NaN has to show
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,13 @@ class Predictors:
         return dataclasses.replace(self, layers=layers)
 
     def check(self, spec: ModelSpec | None, model_digest: str | None = None) -> None:
-        """PredictorError unless these belong to the model: geometry, and the fingerprint of its FFN weights."""
+        """PredictorError unless an engine can use these for the model: they see the FFN's own input, and fit its
+        geometry and the fingerprint of its FFN weights."""
+        source = self.card.get("input", "ffn")
+        if source != "ffn":
+            raise PredictorError(
+                f"predictors: trained on input {source!r}, for comparison only; run train-predictors with input 'ffn'"
+            )
         here = (len(self.layers), self.layers[0].a.shape[1], self.layers[0].b.shape[0])
         if spec is not None and here != (spec.num_layers, spec.d_model, spec.d_ff):
             raise PredictorError(
@@ -134,6 +148,10 @@ class Predictors:
         for n, layer in enumerate(self.layers):
             tensors[f"a.{n}"], tensors[f"b.{n}"] = layer.packed()
             tensors[f"bias.{n}"] = layer.bias.astype(np.float32)
+            for name in SCALES:
+                scale = getattr(layer, name)
+                if scale is not None:
+                    tensors[f"{name}.{n}"] = scale.astype(np.float32)
         return tensors
 
     @classmethod
@@ -176,12 +194,14 @@ def _read_card(folder: Path) -> dict[str, Any]:
 
 
 def _layer(path: Path, tensors: dict[str, np.ndarray], card: dict[str, Any], n: int) -> LayerPredictor:
-    entry, model = card["layers"][n], card["model"]
+    entry, model, stored = card["layers"][n], card["model"], card["store_dtype"]
     wanted = {
         "a": (entry["rank"], model["d_model"]),
         "b": (model["d_ff"], entry["rank"]),
         "bias": (model["d_ff"],),
     }
+    if stored == "int8":
+        wanted |= {"a_scale": (entry["rank"],), "b_scale": (model["d_ff"],)}
     for name, shape in wanted.items():
         tensor = tensors.get(f"{name}.{n}")
         if tensor is None:
@@ -190,5 +210,9 @@ def _layer(path: Path, tensors: dict[str, np.ndarray], card: dict[str, Any], n: 
             raise PredictorError(
                 f"{path}: tensor {name}.{n} is {list(tensor.shape)} where finite {list(shape)} is expected; train again"
             )
-    a, b = (tensors[f"{name}.{n}"].astype(card["store_dtype"], copy=False) for name in ("a", "b"))
-    return LayerPredictor(a, b, tensors[f"bias.{n}"].astype(np.float32), float(entry["threshold"]), card["store_dtype"])
+        if stored == "int8" and name in ("a", "b") and tensor.dtype != np.int8:
+            raise PredictorError(f"{path}: tensor {name}.{n} is {tensor.dtype}, but the card says int8; train again")
+    a, b = (tensors[f"{name}.{n}"].astype(stored, copy=False) for name in ("a", "b"))
+    scales = [tensors[f"{name}.{n}"].astype(np.float32) for name in SCALES] if stored == "int8" else [None, None]
+    bias = tensors[f"bias.{n}"].astype(np.float32)
+    return LayerPredictor(a, b, bias, float(entry["threshold"]), stored, *scales)

@@ -58,13 +58,16 @@ class Counts:
         }
 
 
-def count(logits: torch.Tensor, thresholds: Sequence[float], pre: torch.Tensor) -> list[Counts]:
+def count(
+    logits: torch.Tensor, thresholds: Sequence[float], pre: torch.Tensor, value: torch.Tensor | None = None
+) -> list[Counts]:
     """Counts of one layer over tokens, for each threshold: predicted where logits [tokens, d_ff] are above it.
 
-    `pre` [tokens, d_ff]: the pre-activations (or activations) of the dense model.
+    `pre` [tokens, d_ff]: the dense model's pre-activations, active above 0. `value`: the activations, where they differ
+    from the pre-activations above 0.
     """
     active = pre > 0
-    active_logits, values = logits[active], pre[active].double()
+    active_logits, values = logits[active], (pre if value is None else value)[active].double()
     found = []
     for threshold in thresholds:
         missed = active_logits <= threshold
@@ -97,25 +100,47 @@ class ActiveLogits:
     def add(self, logits: np.ndarray) -> None:
         """float32 [n]."""
         self.size += logits.size
+        if self._histogram is not None:
+            self._histogram += np.bincount(_ordered(logits) >> 12, minlength=1 << 20)
+            return
+        self._parts.append(logits.astype(np.float32, copy=True))
+        if self.size > self.limit:
+            self._fold()
+
+    def merge(self, other: ActiveLogits) -> None:
+        """Take in the values of another of the same limit."""
+        for part in other._parts:
+            self.add(part)
+        if other._histogram is None:
+            return
         if self._histogram is None:
-            self._parts.append(logits.astype(np.float32, copy=True))
-            if self.size <= self.limit:
-                return
-            logits, self._parts = np.concatenate(self._parts), []
-            self._histogram = np.zeros(1 << 20, dtype=np.int64)
-        self._histogram += np.bincount(_ordered(logits) >> 12, minlength=1 << 20)
+            self._fold()
+        self._histogram += other._histogram
+        self.size += other.size
+
+    def _fold(self) -> None:
+        """From values to the histogram."""
+        parts, self._parts = self._parts, []
+        self._histogram = np.zeros(1 << 20, dtype=np.int64)
+        for part in parts:
+            self._histogram += np.bincount(_ordered(part) >> 12, minlength=1 << 20)
 
     def threshold(self, share: float) -> float:
         """The highest threshold such that at most `share` of the values are not above it; 0.0 without values."""
+        return self.thresholds([share])[0]
+
+    def thresholds(self, shares: Sequence[float]) -> list[float]:
+        """That of each share."""
         if not self.size:
-            return 0.0
-        below = int(share * self.size)
+            return [0.0] * len(shares)
+        below = [int(share * self.size) for share in shares]
         if self._histogram is None:
-            edge = np.partition(np.concatenate(self._parts), below)[below]
+            values = np.partition(np.concatenate(self._parts), sorted(set(below)))
+            edges = [values[at] for at in below]
         else:
-            at = int(np.searchsorted(np.cumsum(self._histogram), below, side="right"))
-            edge = _unordered(np.uint32(at << 12))
-        return float(np.nextafter(np.float32(edge), np.float32(-np.inf)))
+            places = np.searchsorted(np.cumsum(self._histogram), below, side="right")
+            edges = [_unordered(np.uint32(int(at) << 12)) for at in places]
+        return [float(np.nextafter(np.float32(edge), np.float32(-np.inf))) for edge in edges]
 
 
 def _ordered(values: np.ndarray) -> np.ndarray:

@@ -1,1 +1,6 @@
-"""ReLU for models that are not sparse: swap the activation, distil from the original, measure both."""
+"""A model whose FFN is not sparse becomes one with ReLU, by distillation from the original."""
+
+from workbench.relufy.config import RelufySpec
+from workbench.relufy.run import relufy
+
+__all__ = ["RelufySpec", "relufy"]

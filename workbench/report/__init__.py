@@ -4,10 +4,21 @@ write_report("report/", ablation="ablation.json")     # report.html and PNG figu
 console.print(to_rich(ablation_table(read_ablation("ablation.json"))))
 """
 
+from workbench.report.evaluation import read_evaluation
+from workbench.report.evaluation_figure import tradeoff_figure
+from workbench.report.evaluation_page import write_evaluation
+from workbench.report.evaluation_table import evaluation_table
 from workbench.report.figures import latency_figure, predictor_figure, reuse_figure, throughput_figure
 from workbench.report.html import render_html, write_report
 from workbench.report.reading import read_ablation, read_flash, read_predictors, read_reuse
 from workbench.report.rows import ablation_table, flash_table, neuron_table, predictor_table, reuse_table
+from workbench.report.side_by_side import (
+    read_side_by_side,
+    side_by_side_html,
+    side_by_side_markdown,
+    side_by_side_rich,
+    write_side_by_side,
+)
 from workbench.report.table import Column, Line, Table, to_html, to_latex, to_markdown, to_rich
 
 __all__ = [
@@ -15,22 +26,31 @@ __all__ = [
     "Line",
     "Table",
     "ablation_table",
+    "evaluation_table",
     "flash_table",
     "latency_figure",
     "neuron_table",
     "predictor_figure",
     "predictor_table",
     "read_ablation",
+    "read_evaluation",
     "read_flash",
     "read_predictors",
     "read_reuse",
+    "read_side_by_side",
     "render_html",
     "reuse_figure",
     "reuse_table",
+    "side_by_side_html",
+    "side_by_side_markdown",
+    "side_by_side_rich",
     "throughput_figure",
     "to_html",
     "to_latex",
     "to_markdown",
     "to_rich",
+    "tradeoff_figure",
+    "write_evaluation",
     "write_report",
+    "write_side_by_side",
 ]

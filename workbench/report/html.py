@@ -12,7 +12,7 @@ from workbench.report import page, words
 from workbench.report.figures import latency_figure, predictor_figure, reuse_figure, throughput_figure
 from workbench.report.numbers import caption, machine_line, size
 from workbench.report.reading import read_ablation, read_flash, read_predictors, read_reuse
-from workbench.report.records import AblationRecord, FlashRecord, PredictorCard, ReuseRecord
+from workbench.report.records import AblationRecord, FlashRecord, PredictorCard, ReuseRecord, Run
 from workbench.report.rows import ablation_table, flash_table, neuron_table, predictor_table, reuse_table
 from workbench.report.table import to_html
 
@@ -47,7 +47,7 @@ def write_report(
         drawn["predictors.png"] = predictor_figure(card)
     text = render_html(main, flash=flash_record, reuse=reuse_record, predictors=card, drawn=drawn)
     files = {"report.html": text.encode("utf-8"), **drawn}
-    return [_write(Path(out_dir), name, content) for name, content in files.items()]
+    return [write_file(Path(out_dir), name, content) for name, content in files.items()]
 
 
 def render_html(
@@ -79,12 +79,14 @@ def render_html(
         body.append(page.drawing(drawn["predictors.png"], "Predictor quality by layer", *words.predictors(predictors)))
     body += [page.element("h2", "Where the paper's figures can be compared")]
     body.append(page.bullets(words.comparable(ablation, flash, reuse)))
-    return page.page(f"LLM in a flash on this machine: {run.model}", [*body, *_provenance(ablation), "</main>"])
+    return page.page(
+        f"LLM in a flash on this machine: {run.model}",
+        [*body, *provenance(run, machine, ablation.source, words.METHOD), "</main>"],
+    )
 
 
-def _provenance(record: AblationRecord) -> list[str]:
+def provenance(run: Run, machine: Mapping[str, Any], source: str, method: str) -> list[str]:
     """How it was measured, machine, versions, and the command to run it again."""
-    run, machine = record.run, record.machine
     known = {"cpu", "cores", "memory_bytes", "os", "device", "disk"}
     memory = machine.get("memory_bytes")
     measured = [
@@ -98,7 +100,7 @@ def _provenance(record: AblationRecord) -> list[str]:
         ("seed", "" if run.seed is None else str(run.seed)),
         ("commit", run.commit),
         ("date", run.date),
-        ("record", Path(record.source).name if record.source != "record" else ""),
+        ("record", Path(source).name if source != "record" else ""),
     ]
     hardware = [
         ("cpu", str(machine.get("cpu", ""))),
@@ -111,7 +113,7 @@ def _provenance(record: AblationRecord) -> list[str]:
     ]
     return [
         page.element("h2", "How it was measured"),
-        page.element("p", words.METHOD),
+        page.element("p", method),
         page.facts(measured),
         page.element("h2", "Machine and versions"),
         page.element("p", machine_line(machine), "meta"),
@@ -122,7 +124,8 @@ def _provenance(record: AblationRecord) -> list[str]:
     ]
 
 
-def _write(folder: Path, name: str, content: bytes) -> Path:
+def write_file(folder: Path, name: str, content: bytes) -> Path:
+    """Write one file whole, or not at all. WorkbenchError where that cannot be done."""
     path, part = folder / name, folder / f".{name}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)

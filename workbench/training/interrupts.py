@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 
 class Interrupts:
-    """While open, the first Ctrl-C only sets `pending`; a second one raises at once. Only acts in the main thread,
-    since Python raises KeyboardInterrupt nowhere else."""
+    """While open, the first Ctrl-C (or SIGTERM) only sets `pending`; a second Ctrl-C raises at once.
 
-    def __init__(self) -> None:
+    Signals within `grace` seconds of the first count as the same one: a launcher of several processes passes Ctrl-C on
+    to processes that the terminal has told already. Only acts in the main thread, since Python raises
+    KeyboardInterrupt nowhere else.
+    """
+
+    def __init__(self, grace: float = 0.0) -> None:
         self.pending = False
-        self._before: Any = None
+        self._grace, self._since = grace, 0.0
+        self._before: dict[int, Any] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.pending:
-            raise KeyboardInterrupt
-        self.pending = True
+            if number == signal.SIGINT and time.monotonic() - self._since >= self._grace:
+                raise KeyboardInterrupt
+            return
+        self.pending, self._since = True, time.monotonic()
 
     def raise_pending(self) -> None:
         """KeyboardInterrupt, if one came since."""
@@ -28,9 +36,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._handle)
+            self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
