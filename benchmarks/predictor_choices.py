@@ -44,7 +44,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "rank 32": {"rank": 32, "last_rank": 32},
     "rank 128": {"rank": 128, "last_rank": 128},
     "int8 factors, rank 128 (the bytes of rank 64)": {"rank": 128, "last_rank": 128, "store_dtype": "int8"},
-    "int8 factors, the same bytes, ranks as measured": {"store_dtype": "int8", "allocation": "measured"},
+    "int8 factors, ranks as measured (the bytes of int8 rank 64)": {"store_dtype": "int8", "allocation": "measured"},
     "loss bce": {"loss": "bce"},
     "loss magnitude": {"loss": "magnitude"},
     "random initialisation": {"init": "random"},

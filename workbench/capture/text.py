@@ -207,12 +207,17 @@ def data_card(source: str | Path, tokenizer: Any, start: int = 0, stop: int | No
     return card
 
 
+def hash_of(text: str) -> bytes:
+    """SHA-256 of a document, which finds it again wherever it stands."""
+    return hashlib.sha256(text.encode()).digest()
+
+
 def split_of(text: str, validation_share: float) -> str:
     """Which part a document belongs to, by its own hash: 'train', or 'calibrate' / 'test' (half of the share each).
 
     The same text is in the same part wherever it stands, so duplicates never leak from training into validation.
     """
-    place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    place = int.from_bytes(hash_of(text)[:8], "big") / 2**64
     if place >= validation_share:
         return "train"
     return "calibrate" if place < validation_share / 2 else "test"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
+
+INTERRUPTED = 130
 
 
 def main() -> None:
@@ -16,5 +19,13 @@ def main() -> None:
         print(f"workbench: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        print("workbench: interrupted; nothing is lost, the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
+        _interrupted()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # typer makes this of Ctrl-C
+            _interrupted()
+        raise
+
+
+def _interrupted() -> NoReturn:
+    print("workbench: interrupted; the same command goes on from what was saved", file=sys.stderr)
+    raise SystemExit(INTERRUPTED)

@@ -11,7 +11,16 @@ import typer
 from typer.core import TyperGroup
 
 from workbench.ablation import Ablation, IoEngine
-from workbench.cli.options import Stages, ablation_options, console, made, progress_bar, spec_options, writable
+from workbench.cli.options import (
+    Stages,
+    ablation_options,
+    console,
+    directory,
+    made,
+    progress_bar,
+    spec_options,
+    writable,
+)
 from workbench.predictor.config import PredictorSpec
 from workbench.relufy.config import RelufySpec
 from workbench.spec import LIMITS, DType, RunSpec
@@ -54,6 +63,7 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="discard an unfinished run 
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run code that its tokenizer brings along")]
 PredictorsDir = Annotated[Path | None, typer.Option(help="trained predictors")]
 Threads = Annotated[int, typer.Option(min=0, max=LIMITS["compute_threads"][1], help="of the kernels; 0: all cores")]
+EVALUATION = Path("runs/evaluate")
 StorePath = Annotated[Path, typer.Argument(help="a flash store")]
 
 
@@ -198,7 +208,7 @@ def evaluate(
     prompt: Annotated[list[str] | None, typer.Option(help="text to continue, dense beside predicted")] = None,
     prompt_rate: Annotated[float, typer.Option(min=0, max=1, help="false-negative rate of that text")] = 0.05,
     store: Annotated[Path | None, typer.Option(help="where a checkpoint is converted to")] = None,
-    out: Annotated[Path | None, typer.Option(help="directory for the page and the trade-off curve")] = None,
+    out: Annotated[Path, typer.Option(help="directory for record, page and curve", callback=directory)] = EVALUATION,
     window: Window = 4,
     dram: Dram = "100%",
     context: Context = 2048,
@@ -212,6 +222,7 @@ def evaluate(
     from workbench.experiments.evaluate import open_store
     from workbench.experiments.record import write_json
     from workbench.experiments.side_by_side import side_by_side
+    from workbench.predictor.low_rank import Predictors
     from workbench.report import (
         evaluation_table,
         read_evaluation,
@@ -225,21 +236,18 @@ def evaluate(
     if prompt and not predictors:
         raise typer.BadParameter("--prompt compares with predictors: give --predictors DIR")
     settings = RunSpec(window=window, dram=dram, context=context, depth=depth, compute_threads=threads, seed=seed)
-    keep = json or (out / "evaluation.json" if out else None)
-    partial = keep.with_name(keep.name + ".partial") if keep else None
+    if prompt and predictors:
+        Predictors.load(predictors).at(prompt_rate)  # refused now, not after the measurement
+    partial = out / "evaluation.json.partial"
     screen = console()
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
     with progress_bar("evaluate") as progress:
         record = run(
             model, predictors, store=store, data=data, tasks=[name for name in tasks.split(",") if name],
             tasks_dir=tasks_dir, rates=_shares(rates), tokens=tokens, documents=documents, decode=decode, limit=limit,
             run=settings, tell=lambda line: print(line, file=sys.stderr), progress=progress, partial=partial,
         )  # fmt: skip
-    if keep:
-        write_json(keep, record)
-    if partial:
-        partial.unlink(missing_ok=True)
+    for path in filter(None, (out / "evaluation.json", json)):
+        write_json(path, record)
     read = read_evaluation(record)
     screen.print(to_rich(evaluation_table(read)))
     screen.print(headline(read), soft_wrap=True)
@@ -250,8 +258,8 @@ def evaluate(
                 open_store(model, store), predictors, prompt, rate=prompt_rate, run=settings, progress=progress
             )
         screen.print(side_by_side_rich(read_side_by_side(texts)))
-    for path in write_evaluation(out, record, side_by_side=texts) if out else []:
-        screen.print(f"  {path}")
+    screen.print("\n".join(["Written:", *(f"  {path}" for path in write_evaluation(out, record, side_by_side=texts))]))
+    partial.unlink(missing_ok=True)
 
 
 @analyze.command("sparsity")

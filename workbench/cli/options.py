@@ -117,6 +117,17 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
+def directory(path: Path) -> Path:
+    """A directory for results, made before the work begins. RecordError when it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be written ({error.strerror}); choose another --out") from error
+    return path
+
+
 def console() -> Console:
     """Where tables go."""
     return Console()

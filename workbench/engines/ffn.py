@@ -202,6 +202,7 @@ class FlashFFN(nn.Module):
         mask = self._choose_all(x)
         if mask is None:
             ids = self.all_ids
+            clock.predicted += len(x) * len(ids)
         else:
             ids = np.flatnonzero(mask.any(0).numpy()).astype(np.int32)
             clock.predicted += int(torch.count_nonzero(mask))
@@ -211,7 +212,11 @@ class FlashFFN(nn.Module):
             self._add(x, resident, self.slots.matrix, None, out)
         rest = ids[len(resident) :]
         for block in self._blocks(rest):
-            self._fetch(block, self.all_ids[: len(block)], shared.scratch, sequential=mask is None)
+            try:
+                self._fetch(block, self.all_ids[: len(block)], shared.scratch, sequential=mask is None)
+            except BaseException:
+                self.clear()  # the table names neurons that never arrived
+                raise
             clock.loaded += len(block)
             self._add(x, block, shared.scratch, mask, out)
             if mask is not None:

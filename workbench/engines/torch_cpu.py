@@ -276,6 +276,7 @@ class TorchCpuEngine:
         self._check_length(len(ids) + max_new_tokens - 1)
         generator = torch.Generator().manual_seed(self.run.seed if seed is None else seed)
         end = self.spec.config.get("eos_token_id")
+        ends = set(end) if isinstance(end, list) else {end}
         self.reset()
         logits, stats = self.prefill(ids)
         made: list[int] = []
@@ -288,7 +289,7 @@ class TorchCpuEngine:
             text = "" if whole.endswith("\ufffd") else whole[len(shown) :]
             shown += text
             yield Step(token, text, stats)
-            if token == end or count + 1 == max_new_tokens:
+            if token in ends or count + 1 == max_new_tokens:
                 return
             logits, stats = self.step(token)
 

@@ -16,6 +16,7 @@ from workbench.ablation import Ablation
 from workbench.capture.text import DataCard, documents, encode, end_of_text
 from workbench.engines.layers import as_tensor
 from workbench.engines.torch_cpu import TorchCpuEngine
+from workbench.errors import DataError
 from workbench.experiments.harness_tasks import LoadedTask, quiet
 from workbench.predictor.low_rank import Predictors
 
@@ -69,6 +70,8 @@ def read_text(data: str | Path, tokenizer: Any, span: tuple[int, int | None], to
             break
     ids = ids[:tokens]
     each = sequence - len(prefix)
+    if each < 1:
+        raise DataError(f"evaluate: a context of {sequence} has no room for text; give a larger --context")
     return Text(card, [[*prefix, *ids[at : at + each]] for at in range(0, len(ids), each)], prefix)
 
 

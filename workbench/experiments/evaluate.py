@@ -40,6 +40,7 @@ from workbench.experiments.text import store_tokenizer
 from workbench.experiments.unfinished import Measured
 from workbench.flash.store import Store
 from workbench.models.hub import locate
+from workbench.predictor.fingerprint import fingerprint
 from workbench.predictor.low_rank import Predictors
 from workbench.spec import DType, RunSpec
 
@@ -96,6 +97,8 @@ def evaluate(
     if isinstance(predictors, str | Path):
         predictors_name = predictors_name or Path(predictors).name
         predictors = Predictors.load(predictors)
+    if documents[1] is not None and documents[1] <= documents[0]:
+        raise DataError(f"evaluate: documents {documents[0]} to {documents[1]} are none; give --documents FROM TO")
     rows = table_rows(predictors, rates)
     # What can fail at once does so before a conversion of hours.
     loaded = load_tasks(list(dict.fromkeys(tasks)), tasks_dir, limit) if tasks else []
@@ -104,9 +107,11 @@ def evaluate(
     if data is not None:
         text = read_text(data, store_tokenizer(opened), documents, tokens, min(SEQUENCE, context_tokens(opened, run)))
         _check_decode(text, data)
+    _check_rows(opened, rows, run)
     settings = {
         "rates": list(rates), "tokens": tokens, "documents": list(documents), "decode": decode, "limit": limit,
-        "sequence": SEQUENCE, "prompt": PROMPT, "warm_up": WARM_UP, "context": context_tokens(opened, run),
+        "sequence": min(SEQUENCE, context_tokens(opened, run)), "prompt": PROMPT, "warm_up": WARM_UP,
+        "context": context_tokens(opened, run),
     }  # fmt: skip
     measured = Measured(partial, _request(opened, predictors, text, loaded, run, settings))
     work = _Work(opened, run, text, loaded, decode, limit, measured, progress, len(rows))
@@ -168,6 +173,15 @@ def open_store(
         known = (target / "store.json").is_file()
         tell(f"{model}: a checkpoint; {'using its' if known else 'converting it to a'} flash store {target}")
     return convert(model, target, dtype=dtype, progress=progress)
+
+
+def _check_rows(store: Store, rows: Sequence[Row], run: RunSpec) -> None:
+    """What would fail in a later row, fails before the first one."""
+    for row in rows:
+        if row.predictors is not None:
+            rows_of = (store.activated_rows(layer) for layer in range(store.spec.num_layers))
+            row.predictors.check(store.spec, fingerprint(rows_of))
+        plan_dram(store, row.ablation, row.predictors, run)
 
 
 def _check_decode(text: Text, data: str | Path) -> None:

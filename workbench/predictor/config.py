@@ -40,7 +40,8 @@ class PredictorSpec:
         neuron adds to the layer's output, so that missing a large one costs more; 'bce' weights nothing.
     learning_rate: relative to each factor's own scale. weight_decay: AdamW's. warmup: share of the steps.
     validation_share: share of the documents never trained on, chosen by hash; one half sets the thresholds, the other
-        measures. validation_tokens: how many tokens of each half are used.
+        measures. validation_tokens: how many tokens of each half are used. skip_documents: the first documents of the
+        text, held out entirely, for `evaluate`.
     false_negative: the share of active neurons that the thresholds may miss, per layer.
     store_dtype: of the saved factors ('int8' with a scale for each row); quality is measured with the values as saved.
     """
@@ -62,6 +63,7 @@ class PredictorSpec:
     warmup: float = 0.1
     validation_share: float = 0.1
     validation_tokens: int = 8192
+    skip_documents: int = 0
     false_negative: float = 0.05
     store_dtype: StoreDType = "int8"
     seed: int = 0
@@ -72,6 +74,8 @@ class PredictorSpec:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} is below the least value, 1")
+        if self.skip_documents < 0:
+            raise ValueError(f"skip_documents={self.skip_documents} is negative")
         if self.last_layers is not None and self.last_layers < 0:
             raise ValueError(f"last_layers={self.last_layers} is negative")
         for name in ("validation_share", "false_negative"):
@@ -79,9 +83,9 @@ class PredictorSpec:
                 raise ValueError(f"{name}={getattr(self, name)} is not a share between 0 and 1")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup={self.warmup} is not a share from 0 to below 1")
-        if self.learning_rate <= 0 or self.weight_decay < 0:
+        if not 0 < self.learning_rate < float("inf") or not 0 <= self.weight_decay < float("inf"):
             raise ValueError(
-                f"learning_rate={self.learning_rate}, weight_decay={self.weight_decay} must not be negative"
+                f"learning_rate={self.learning_rate}, weight_decay={self.weight_decay} must be finite and not negative"
             )
         choices = {"loss": Loss, "init": Init, "store_dtype": StoreDType, "input": Input, "allocation": Allocation}
         for name, allowed in choices.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import PredictorError
-from workbench.predictor.low_rank import Predictors
+from workbench.predictor.low_rank import CARD, Predictors
 from workbench.training.state import write_atomic
 
 CHOICE = "choice.json"
@@ -38,6 +38,8 @@ def finished(out: Path, request: dict[str, Any]) -> Predictors | None:
     """Predictors in OUT if they answer this request; None if there is no OUT. PredictorError if they do not."""
     if not out.exists():
         return None
+    if not (out / CARD).is_file():
+        raise PredictorError(f"{out}: exists and holds no predictors; choose another --out or delete it")
     found = Predictors.load(out)
     if found.card.get("request") != request:
         raise PredictorError(f"{out}: holds predictors of another request; choose another --out or delete it")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from workbench.capture.activations import dense, tokenizer
-from workbench.capture.text import DataCard, TokenStream, source_identity, split_of
+from workbench.capture.text import DataCard, TokenStream, documents, hash_of, source_identity, split_of
 from workbench.errors import DataError, PredictorError
 from workbench.models import family
 from workbench.models.checkpoint import Checkpoint
@@ -206,10 +206,13 @@ def _choose(run: _Run, dtype: str, before: Choice | None, memory_bytes: int | No
 
 
 def _stream(run: _Run, words: Any, part: str, loop: bool = False) -> TokenStream:
-    share = run.spec.validation_share
-    return TokenStream(
-        run.data, words, run.spec.sequence, lambda text: split_of(text, share) == part, loop=loop, ahead=loop
-    )
+    share, skip = run.spec.validation_share, run.spec.skip_documents
+    skipped = {hash_of(text) for text in documents(run.data, 0, skip)} if skip else set[bytes]()
+
+    def keep(text: str) -> bool:
+        return split_of(text, share) == part and (not skipped or hash_of(text) not in skipped)
+
+    return TokenStream(run.data, words, run.spec.sequence, keep, loop=loop, ahead=loop)
 
 
 def _held_out(run: _Run, words: Any, part: str) -> tuple[list[np.ndarray], dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from torch import nn
 
 from workbench.capture.activations import dense, tokenizer
 from workbench.capture.perplexity import perplexity
-from workbench.capture.text import documents, source_identity, split_of, token_windows
+from workbench.capture.text import documents, hash_of, source_identity, split_of, token_windows
 from workbench.errors import DataError, DeviceError, TrainingError
 from workbench.models import family
 from workbench.models.activation import FatReLU
@@ -37,9 +36,10 @@ from workbench.relufy.models import (
     write_checkpoint,
 )
 from workbench.relufy.text import Mixture, TokenSource
-from workbench.relufy.trainer import Log, Progress, Trainer, choose_micro_windows
+from workbench.relufy.trainer import Progress, Trainer, choose_micro_windows
 from workbench.training.claim import claimed
 from workbench.training.interrupts import Interrupts
+from workbench.training.logs import Logs, check_logs
 from workbench.training.state import sync_directory, write_atomic
 
 Source = str | Path
@@ -80,6 +80,7 @@ def relufy(
     saved.
     """
     _check(device, dtype)
+    check_logs(logs)
     original = open_original(model)
     spec = (spec or RelufySpec()).resolved(original.spec)
     sources = _sources(data)
@@ -173,7 +174,7 @@ class _Run:
         self.device, self.progress, self.interrupts = device, progress, interrupts
         self.arch = family(original.spec.model_type)
         self.words = words
-        self.held = {_digest(text) for text in documents(sources[0][0], 0, spec.skip_documents)}
+        self.held = {hash_of(text) for text in documents(sources[0][0], 0, spec.skip_documents)}
         self.calibrate = self._windows("calibrate")
         self.texts = {VALIDATION: self._windows("test")}
         if spec.skip_documents:
@@ -186,7 +187,6 @@ class _Run:
         """Everything; the result lies in `partial`/result."""
         original, spec = self.original, self.spec
         with ExitStack() as stack:
-            log = _tensorboard(logs, stack)
             teacher = dense(original.path, str(self.compute).removeprefix("torch."), self.device, force=True)
             student = make_student(original, spec, self.device)
             parameters = trainable(student, original, spec)
@@ -194,10 +194,12 @@ class _Run:
             trainer = Trainer(
                 teacher, student, parameters, self._mixture(), original.spec, spec, compute=self.compute,
                 micro_windows=self._micro_windows(student, parameters), progress=self.progress,
-                interrupts=self.interrupts, log=log,
+                interrupts=self.interrupts,
             )  # fmt: skip
             first = self._first(partial / "before.json", teacher, student, linears)
             trainer.restore(partial)
+            if logs is not None:
+                trainer.log = stack.enter_context(Logs(logs, trainer.step + 1)).scalars
             trainer.run(partial, checkpoint_seconds)
         round_weights(student, original)
         thresholds, search = self._search(student, linears)
@@ -235,7 +237,7 @@ class _Run:
 
     def _part(self, text: str) -> str:
         """'train', 'calibrate', 'test', or 'held out' for a document that is held out wherever it stands again."""
-        if self.held and _digest(text) in self.held:
+        if self.held and hash_of(text) in self.held:
             return HELD_OUT
         return split_of(text, self.spec.validation_share)
 
@@ -364,28 +366,6 @@ class _Run:
             "fatrelu": {"thresholds": thresholds, **search},
             "versions": _versions(),
         }  # fmt: skip
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
-
-
-def _tensorboard(logs: Path | None, stack: ExitStack) -> Log | None:
-    """Writes scalars into the folder `logs`; None without one."""
-    if logs is None:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise TrainingError("--logs: TensorBoard is not installed; pip install tensorboard") from error
-    writer = SummaryWriter(str(logs))
-    stack.callback(writer.close)
-
-    def log(step: int, numbers: dict[str, float]) -> None:
-        for name, number in numbers.items():
-            writer.add_scalar(name, number, step)
-
-    return log
 
 
 def _versions() -> dict[str, str]:

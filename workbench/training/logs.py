@@ -19,6 +19,7 @@ class Logs:
         self._writer: Any = None
         if folder is None:
             return
+        check_logs(folder)
         make = _writer_class()
         try:
             self._writer = make(str(folder), purge_step=purge_step, flush_secs=30)
@@ -50,6 +51,8 @@ def check_logs(folder: str | Path | None) -> None:
     """TrainingError now rather than after an hour, when logs are asked for and TensorBoard is not installed."""
     if folder is not None:
         _writer_class()
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise TrainingError(f"{folder}: is not a directory; choose another --logs")
 
 
 def _writer_class() -> Any:
