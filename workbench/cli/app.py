@@ -98,7 +98,7 @@ def convert(
     store: Annotated[Path, typer.Argument(help="directory to write")],
     dtype: Annotated[
         DType | None,
-        typer.Option(help="stored as [the checkpoint's]"),
+        typer.Option(help="stored as (the checkpoint's)"),
     ] = None,
     force: Annotated[bool, typer.Option(help="also convert a model whose activation is not ReLU")] = False,
 ) -> None:
@@ -201,8 +201,8 @@ def evaluate(
     documents: Annotated[tuple[int, int], typer.Option(min=0, help="from and up to which document of it")] = (0, 200),
     tokens: Annotated[int, typer.Option(min=1, help="at most so many tokens of it")] = 16384,
     tasks: Annotated[str, typer.Option(help="zero-shot tasks: arc_easy,arc_challenge,hellaswag,mmlu")] = "",
-    tasks_dir: Annotated[Path | None, typer.Option(help="their data in local files [the hub]")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="documents of each task [all]")] = None,
+    tasks_dir: Annotated[Path | None, typer.Option(help="their data in local files (the hub)")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="documents of each task (all)")] = None,
     rates: Annotated[str, typer.Option(help="false-negative rates of the predictors")] = "0.01,0.02,0.05,0.1",
     decode: Annotated[int, typer.Option(min=4, help="tokens timed a row")] = 64,
     prompt: Annotated[list[str] | None, typer.Option(help="text to continue, dense beside predicted")] = None,

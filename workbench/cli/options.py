@@ -34,7 +34,7 @@ def ablation_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def spec_options(kind: Any, panel: str, **given: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command one option for each field of a dataclass that the command does not have itself.
 
-    It receives those given as the mapping `spec`. Help comes from the class's docstring, whose paragraphs begin with
+    It receives those given as the mapping `spec`. Help comes from the class's docstring, whose sentences begin with
     the names of the fields that they explain; `given` adds to it.
     """
 
@@ -45,18 +45,17 @@ def spec_options(kind: Any, panel: str, **given: str) -> Callable[[Callable[...,
 
 
 def field_help(kind: Any) -> dict[str, str]:
-    """What a dataclass's docstring says of each field: paragraphs that begin with `name:` or `name, name:`."""
+    """What a dataclass's docstring says of each field: sentences that begin with `name:` or `name, name:`."""
     names = {f.name for f in dataclasses.fields(kind)}
     found: dict[str, list[str]] = {}
     current: list[str] = []
-    for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
-        for clause in re.split(r"(?<=\.) (?=[a-z_]+(?:, [a-z_]+)*: )", line.strip()):
-            match = re.match(r"([a-z_]+(?:, [a-z_]+)*): (.*)", clause)
-            if match and names.issuperset(match[1].split(", ")):
-                current = [match[2]]
-                found |= dict.fromkeys(match[1].split(", "), current)
-            else:
-                current.append(clause)
+    for clause in re.split(r"(?<=\.) (?=[a-z_]+(?:, [a-z_]+)*: )", " ".join((kind.__doc__ or "").split())):
+        match = re.match(r"([a-z_]+(?:, [a-z_]+)*): (.*)", clause)
+        if match and names.issuperset(match[1].split(", ")):
+            current = [match[2]]
+            found |= dict.fromkeys(match[1].split(", "), current)
+        else:
+            current.append(clause)
     return {name: " ".join(words).strip().rstrip(".") for name, words in found.items()}
 
 
@@ -89,9 +88,11 @@ def _with_options(
 
 
 def _annotation(field: Any, hint: Any, text: str, panel: str) -> Any:
-    words = {"True": "on", "False": "off", "None": "by the model"}
-    default = words.get(str(field.default), field.default)
-    return Annotated[hint | None, typer.Option(help=f"{text} ({default})", rich_help_panel=panel)]
+    if field.default is not None:
+        words = {"True": "on", "False": "off"}
+        text = f"{text} ({words.get(str(field.default), field.default)})"
+    text = text.replace("[", "(").replace("]", ")")  # rich takes brackets for markup
+    return Annotated[hint | None, typer.Option(help=text, rich_help_panel=panel)]
 
 
 def made(kind: Any, given: dict[str, Any]) -> Any:

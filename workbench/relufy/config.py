@@ -20,21 +20,22 @@ DEFAULT_TOKENS = 20_000_000
 class RelufySpec:
     """How a model is turned into one with ReLU. Fields left None take a default (`resolved`). Nothing is random.
 
-    activation: 'relu', or 'shifted_relu': relu(z - shift). The shift is folded into the bias of the linear that the
+    activation: 'relu', or 'shifted_relu': relu(z - shift). shift: it is folded into the bias of the linear that the
         activation sits on, so that the checkpoint is one with plain ReLU.
     seconds, tokens, steps: the budget of the training, one of the three; 20M tokens if none is given. With `seconds`
         the number of steps is fixed early, from the measured speed. Loading and measuring are not counted.
     sequence: tokens a window. batch_tokens: tokens an optimiser step.
-    learning_rate: the peak: linear over `warmup_steps`, then a cosine to zero. weight_decay: AdamW's, of matrices.
-        clip: the largest norm of a step's gradient.
+    learning_rate: the peak: linear over the warm-up, then a cosine to zero. warmup_steps: its length. weight_decay:
+        AdamW's, of matrices. clip: the largest norm of a step's gradient.
     train: 'all' weights, or 'ffn': those of the FFNs and of the norms.
     kl_weight, ce_weight: of KL(original || student) and of the cross-entropy of the text's next token.
     layer_match: weight of the relative squared distance of the hidden states after each layer from the original's.
     penalty: what a neuron of activation a adds: 'l1' a / m, 'capped' min(a, m) / m (only small activations are pushed
         out), m being the mean positive activation of the layer, held constant. The mean over neurons, tokens and
         layers is at most about the share of active neurons.
-    schedule: 'progressive': the penalty's weight is controlled so that the share of active neurons falls to `active`
-        at `reach` of the run and stays there; 'l1': the weight rises linearly to `penalty_weight` over the run.
+    schedule: 'progressive': the penalty's weight is controlled so that the share of active neurons falls to a target
+        and stays there; 'l1': the weight rises linearly over the run. active: the target of 'progressive'. reach: the
+        share of the run at which it is reached. penalty_weight: what 'l1' rises to.
     validation_share: share of the documents never trained on, chosen by hash; one half is for the threshold search,
         the other for the measurement. validation_tokens: how many tokens of each half are used.
     skip_documents: the first documents of the first source, held out entirely and measured on as well.
