@@ -27,6 +27,7 @@ from workbench.predictor.evaluate import Scorer, measure, thresholds
 from workbench.predictor.initialise import Factors
 from workbench.predictor.low_rank import LayerPredictor, Predictors
 from workbench.predictor.metrics import Counts
+from workbench.predictor.taps import View
 
 RATES = (0.01, 0.02, 0.05, 0.1)
 
@@ -69,15 +70,16 @@ def main() -> None:
     linears = family(spec.model_type).activated_linears(model)
     windows = list(token_windows(documents(args.data, *args.documents), tokenizer(args.model), args.length))
     batches = [np.stack(windows[i : i + args.batch]) for i in range(0, len(windows), args.batch)]
+    view = View.of(model, spec, "balanced", "ffn")  # knows the thresholds of FATReLU
     rows: list[dict[str, Any]] = []
     for path in args.predictors:
         found = Predictors.load(path)
         found.check(spec)
         scorer = Scorer([factors(layer, args.device) for layer in found.layers])
-        fitted = thresholds(model, linears, scorer, batches, list(RATES), lambda done: None)
+        fitted = thresholds(model, linears, scorer, batches, list(RATES), lambda done: None, view=view)
         stored = [[p["threshold"] for p in entry["frontier"]] for entry in found.card["layers"]]
         limits = [own + given for own, given in zip(fitted, stored, strict=True)]
-        counts = measure(model, linears, scorer, batches, limits, lambda done: None)
+        counts = measure(model, linears, scorer, batches, limits, lambda done: None, view=view)
         names = [("on this text", rate) for rate in RATES] + [("stored", rate) for rate in found.false_negatives]
         for i, (kind, rate) in enumerate(names):
             rows.append(
