@@ -404,8 +404,15 @@ def test_a_loss_that_is_not_finite_is_named_and_the_state_kept(tmp_path: Path, m
 
 def test_logs_need_tensorboard(tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(TrainingError, match="pip install tensorboard"):
+    with pytest.raises(TrainingError, match=r"pip install 'flash-workbench\[train\]'"):
         relufy(model, data, SPEC, out=tmp_path / "out", logs=tmp_path / "logs")
+
+
+def test_logs_that_are_a_file_are_refused_before_any_work(tmp_path: Path, model: Path, data: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(TrainingError, match="choose another --logs"):
+        relufy(model, data, SPEC, out=tmp_path / "out", logs=tmp_path / "logs")
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_logs_hold_the_curve(tmp_path: Path, model: Path, data: Path) -> None:
