@@ -126,6 +126,7 @@ def test_other_thresholds_can_be_chosen(whole: Path) -> None:
     predictors = Predictors.load(whole)
     assert predictors.false_negatives == [0.01, 0.02, 0.05, 0.1]
     strict = predictors.at(0.01)
+    assert [e["threshold"] for e in strict.card["layers"]] == [layer.threshold for layer in strict.layers]
     assert all(a.threshold < b.threshold for a, b in zip(strict.layers, predictors.layers, strict=True))
     with pytest.raises(PredictorError, match=r"there are 0\.01"):
         predictors.at(0.03)

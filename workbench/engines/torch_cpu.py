@@ -19,6 +19,7 @@ from workbench.engines.layers import use_stored_weights
 from workbench.engines.resident import ResidentWeights
 from workbench.engines.sampling import next_token
 from workbench.engines.stats import StepClock, TokenStats
+from workbench.engines.tokenizer import store_tokenizer
 from workbench.errors import AblationError, BudgetError, DataError, StoreError
 from workbench.flash.reader import FlashReader, aligned_buffer
 from workbench.flash.store import Store
@@ -319,11 +320,7 @@ class TorchCpuEngine:
     def tokenizer(self) -> Any:
         """The store's tokenizer. DataError when the checkpoint came without one."""
         if self._tokenizer is None:
-            if self.store.tokenizer_path is None:
-                raise DataError(f"{self.store.path}: it has no tokenizer; convert a checkpoint that has tokenizer.json")
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self.store.tokenizer_path, trust_remote_code=False)
+            self._tokenizer = store_tokenizer(self.store)
         return self._tokenizer
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from workbench.ablation import Ablation
 from workbench.engines.budget import context_tokens, plan_dram
+from workbench.engines.tokenizer import store_tokenizer
 from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import DataError
 from workbench.experiments.accuracy import (
@@ -36,7 +37,6 @@ from workbench.experiments.accuracy import (
 from workbench.experiments.convert import convert
 from workbench.experiments.harness_tasks import LoadedTask, load_tasks, require_harness
 from workbench.experiments.record import SCHEMA, commit, machine, model_name, run_info
-from workbench.experiments.text import store_tokenizer
 from workbench.experiments.unfinished import Measured
 from workbench.flash.store import Store
 from workbench.models.hub import locate
@@ -141,20 +141,11 @@ def table_rows(predictors: Predictors | None, rates: Sequence[float]) -> list[Ro
         Row("dense", Ablation(predictor="off", windowing=False)),
         Row("oracle", Ablation(predictor="oracle"), rate=0.0),
     ]
-    for rate in sorted(rates) if predictors is not None else ():
-        rows.append(Row(f"predicted, {100 * rate:g}% missed", Ablation(), _at(predictors, rate), rate))
-    return rows
-
-
-def _at(predictors: Predictors | None, rate: float) -> Predictors:
-    """The predictors at a rate, with the card's count of predicted neurons, which slots are planned by, for it."""
-    assert predictors is not None
-    chosen = predictors.at(rate)
-    layers = []
-    for entry in chosen.card["layers"]:
-        point = next(p for p in entry["frontier"] if abs(p["target"] - rate) < 1e-9)
-        layers.append({**entry, "predicted": point["predicted"]})
-    return dataclasses.replace(chosen, card={**chosen.card, "layers": layers})
+    if predictors is None:
+        return rows
+    return rows + [
+        Row(f"predicted, {100 * rate:g}% missed", Ablation(), predictors.at(rate), rate) for rate in sorted(rates)
+    ]
 
 
 def open_store(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import platform
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+from workbench.training.versions import versions
 
 if TYPE_CHECKING:
     from workbench.predictor.low_rank import LayerPredictor
@@ -44,7 +44,7 @@ def make_card(
         "request": request,
         "data": {**data, "rounds": trainer.stream.round + 1},
         "seed": spec.seed,
-        "versions": _versions(),
+        "versions": versions(),
         "store_dtype": spec.store_dtype,
         "nbytes": sum(layer.nbytes for layer in layers),
         "weight_share": factors / (ffn * len(layers)),
@@ -68,16 +68,6 @@ def make_card(
             for n, layer in enumerate(layers)
         ],
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("flash-workbench", "torch", "transformers", "numpy"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def markdown(card: dict[str, Any]) -> str:

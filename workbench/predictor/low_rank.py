@@ -92,8 +92,11 @@ class Predictors:
         return [point["target"] for point in self.card["layers"][0]["frontier"]] if self.card.get("layers") else []
 
     def at(self, false_negative: float) -> Predictors:
-        """The same with the thresholds for another of the rates in `false_negatives`. PredictorError for others."""
-        layers = []
+        """The same with the thresholds, and the card's figures, for another of the rates in `false_negatives`.
+
+        PredictorError for others.
+        """
+        layers, entries = [], []
         for layer, entry in zip(self.layers, self.card["layers"], strict=True):
             points = [p for p in entry["frontier"] if abs(p["target"] - false_negative) < 1e-9]
             if not points:
@@ -102,7 +105,8 @@ class Predictors:
                     f"predictors: no thresholds for false_negative={false_negative:g}; there are {known}"
                 )
             layers.append(dataclasses.replace(layer, threshold=points[0]["threshold"]))
-        return dataclasses.replace(self, layers=layers)
+            entries.append({**entry, **{name: value for name, value in points[0].items() if name != "target"}})
+        return dataclasses.replace(self, layers=layers, card={**self.card, "layers": entries})
 
     def check(self, spec: ModelSpec | None, model_digest: str | None = None) -> None:
         """PredictorError unless an engine can use these for the model: they see the FFN's own input, and fit its

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from importlib import metadata
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -41,6 +39,7 @@ from workbench.training.claim import claimed
 from workbench.training.interrupts import Interrupts
 from workbench.training.logs import Logs, check_logs
 from workbench.training.state import sync_directory, write_atomic
+from workbench.training.versions import versions
 
 Source = str | Path
 Data = Source | Sequence[Source | tuple[Source, float]]
@@ -364,15 +363,5 @@ class _Run:
             },
             "measured": {text: {**first[text], "after": found} for text, found in after.items()},
             "fatrelu": {"thresholds": thresholds, **search},
-            "versions": _versions(),
+            "versions": versions(),
         }  # fmt: skip
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("flash-workbench", "torch", "transformers", "numpy"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
