@@ -94,7 +94,7 @@ def test_perplexity_is_the_dense_models(engines: dict[str, TorchCpuEngine], demo
         with torch.no_grad():
             logits = demo_dense(torch.tensor([window[:-1]])).logits[0]
         total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum"))
-    assert perplexity(engine, text)["perplexity"] == pytest.approx(math.exp(total / 350), rel=1e-4)
+    assert perplexity(lambda: engine, text)["perplexity"] == pytest.approx(math.exp(total / 350), rel=1e-4)
 
 
 def test_missed_neurons_agree_with_what_the_engine_counts(
@@ -365,7 +365,34 @@ def test_an_interrupted_run_goes_on_after_what_is_finished(
     assert Measured(partial, "another request").get("dense", "decode") is None
 
 
+def test_an_interrupted_perplexity_goes_on_at_its_window(engines: dict[str, TorchCpuEngine]) -> None:
+    engine = engines["oracle"]
+    text = read_text(TEXT, engine.tokenizer, (0, 3), 350, 150)
+    whole, known, fed = perplexity(lambda: engine, text), dict[str, list[Any]](), list[int]()
+
+    def interrupt(count: int) -> None:
+        fed.append(count)
+        if len(fed) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        perplexity(lambda: engine, text, interrupt, known)
+    assert list(known) == ["0"]
+    used = []
+
+    def counted() -> TorchCpuEngine:
+        used.append(1)
+        return engine
+
+    ticks: list[int] = []
+    assert perplexity(counted, text, ticks.append, known) == whole
+    assert len(used) == 2
+    assert sum(ticks) == text.tokens
+
+
 def test_refusals(demo_store: Store, demo_predictors: Predictors, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no document from number 100000 on; give --documents"):
+        evaluate(tmp_path / "no such model", data=TEXT, documents=(100_000, None))  # before anything is converted
     with pytest.raises(DataError, match="nothing to measure; give --data"):
         evaluate(demo_store.path, demo_predictors)
     with pytest.raises(PredictorError, match=r"no thresholds for false_negative=0.03"):

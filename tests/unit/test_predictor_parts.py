@@ -17,7 +17,7 @@ from workbench.errors import PredictorError, TrainingError
 from workbench.predictor.allocate import Estimate, allocate, candidates, estimate
 from workbench.predictor.config import PredictorSpec
 from workbench.predictor.fingerprint import fingerprint
-from workbench.predictor.initialise import Factors, Moments, balance, regression
+from workbench.predictor.initialise import Factors, Moments, _cholesky, _eigh, balance, regression
 from workbench.predictor.losses import compiled_slope, fused_slope, slope, weights
 from workbench.predictor.metrics import ActiveLogits, count
 from workbench.predictor.optimise import Batch, Group
@@ -202,6 +202,35 @@ def test_large_layers_are_fitted_nearly_as_well(monkeypatch: pytest.MonkeyPatch)
     quick = regression(moments, 0, weight, bias, 16)
     left = [(fit.variance - fit.b.square().sum(1)).sum().item() for fit in (exact, quick)]
     assert left[1] == pytest.approx(left[0], rel=0.01)
+
+
+def test_a_root_of_what_rounding_made_indefinite_is_finite() -> None:
+    basis = torch.linalg.qr(torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+    values = torch.linspace(0.1, 1, 64, dtype=torch.float64)
+    values[:2] = torch.tensor([-1e-6, 0.0])  # the null direction of a norm's output, as rounding leaves it
+    covariance = (basis * values) @ basis.T
+    root = _cholesky(covariance, 1e-10)
+    assert torch.isfinite(root).all()
+    torch.testing.assert_close(root @ root.T, covariance, atol=1e-4, rtol=0)
+
+
+def test_a_root_that_is_not_finite_is_not_taken_for_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = torch.linalg.cholesky_ex, []
+
+    def first_gives_nan(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(matrix)
+        lower, info = real(matrix)
+        return (lower * math.nan if len(calls) == 1 else lower), torch.zeros_like(info)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", first_gives_nan)
+    covariance = torch.diag(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    torch.testing.assert_close(_cholesky(covariance, 1e-10) ** 2, covariance, atol=1e-8, rtol=0)
+    assert len(calls) == 2
+
+
+def test_eigenvectors_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(TrainingError, match="3 x 3 eigenvectors are not finite"):
+        _eigh(torch.full((3, 3), math.nan, dtype=torch.float64))
 
 
 def test_an_input_that_determines_the_ffn_input_is_as_good() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +16,19 @@ import torch
 
 from workbench.ablation import Ablation
 from workbench.capture.text import DataCard, documents, encode, end_of_text
+from workbench.engines.budget import plan_dram
 from workbench.engines.layers import as_tensor
 from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import DataError
 from workbench.experiments.harness_tasks import LoadedTask, quiet
+from workbench.flash.store import Store
 from workbench.predictor.low_rank import Predictors
+from workbench.spec import RunSpec
 
 PROMPT, WARM_UP = 64, 8
 CHUNK = 256
 """Tokens fed at once."""
+SAVE_SECONDS = 30.0
 TIMES = ("predictor", "io", "mem", "compute", "total")
 NEURONS = ("active", "predicted", "loaded", "in_window")
 Tick = Callable[[int], None]
@@ -75,21 +81,48 @@ def read_text(data: str | Path, tokenizer: Any, span: tuple[int, int | None], to
     return Text(card, [[*prefix, *ids[at : at + each]] for at in range(0, len(ids), each)], prefix)
 
 
-def perplexity(engine: TorchCpuEngine, text: Text, tick: Tick | None = None) -> dict[str, Any]:
+def perplexity(
+    engine: Callable[[], TorchCpuEngine],
+    text: Text,
+    tick: Tick | None = None,
+    known: dict[str, list[Any]] | None = None,
+    save: Callable[[], None] | None = None,
+) -> dict[str, Any]:
     """exp of the mean negative log-likelihood of each window's tokens after its first, each window from an empty
-    context; fed as prompts are, so that each token has its own neurons."""
-    total = 0.0
-    for window in text.windows:
-        engine.reset()
-        fed, wanted = window[:-1], window[1:]
-        for at in range(0, len(fed), CHUNK):
-            part, targets = fed[at : at + CHUNK], torch.tensor(wanted[at : at + CHUNK])
-            logits = engine.prefill(part, keep=len(part))[0]
-            total -= float(torch.log_softmax(logits, -1).gather(1, targets[:, None]).double().sum())
-            if tick:
-                tick(len(part))
-    loss = total / text.tokens
+    context; fed as prompts are, so that each token has its own neurons.
+
+    known: sums of windows that an interrupted run has finished, by their number; it is filled. save: called now and
+    then, so that they can be kept.
+    """
+    known, saved = {} if known is None else known, time.monotonic()
+    for number, window in enumerate(text.windows):
+        if str(number) not in known:
+            known[str(number)] = [_negative_log_likelihood(engine(), window, tick)]
+        elif tick:
+            tick(len(window) - 1)
+        if save and time.monotonic() - saved > SAVE_SECONDS:
+            save()
+            saved = time.monotonic()
+    loss = sum(float(known[str(number)][0]) for number in range(len(text.windows))) / text.tokens
     return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
+
+
+def _negative_log_likelihood(engine: TorchCpuEngine, window: list[int], tick: Tick | None) -> float:
+    engine.reset()
+    total, fed, wanted = 0.0, window[:-1], window[1:]
+    for at in range(0, len(fed), CHUNK):
+        part, targets = fed[at : at + CHUNK], torch.tensor(wanted[at : at + CHUNK])
+        logits = engine.prefill(part, keep=len(part))[0]
+        total -= float(torch.log_softmax(logits, -1).gather(1, targets[:, None]).double().sum())
+        if tick:
+            tick(len(part))
+    return total
+
+
+def lean(store: Store, ablation: Ablation, run: RunSpec) -> RunSpec:
+    """The run of a row without predictors as it is timed: no FFN neuron stays in DRAM, so that what it reads is all of
+    them for each token, whatever the budget."""
+    return dataclasses.replace(run, dram=str(plan_dram(store, ablation, None, run).fixed))
 
 
 def missed(engine: TorchCpuEngine, row: Row, ids: list[int]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.ablation import Ablation
+from workbench.ablation import Ablation, IoEngine
+from workbench.capture.text import documents as read_documents
 from workbench.engines.budget import context_tokens, plan_dram
 from workbench.engines.tokenizer import store_tokenizer
 from workbench.engines.torch_cpu import TorchCpuEngine
@@ -29,6 +30,7 @@ from workbench.experiments.accuracy import (
     Text,
     Tick,
     decode_cost,
+    lean,
     missed,
     perplexity,
     read_text,
@@ -74,6 +76,7 @@ def evaluate(
     decode: int = DECODE,
     limit: int | None = None,
     run: RunSpec = RUN,
+    io: IoEngine = "threads",
     dtype: DType | None = None,
     predictors_name: str = "",
     tell: Callable[[str], object] | None = None,
@@ -87,7 +90,8 @@ def evaluate(
     gets a line that says so). data: text for perplexity and for the decode that bytes and times come from: at most
     `tokens` tokens of the documents `documents[0]` up to `documents[1]`. tasks: names of lm-evaluation-harness,
     zero-shot; tasks_dir: a directory with their data, else the hub. limit: documents of each task, of each subject
-    in a group. decode: tokens timed. partial: a file that keeps what is finished; the same request goes on there.
+    in a group. decode: tokens timed; io: how flash is read
+    meanwhile. partial: a file that keeps what is finished; the same request goes on there.
 
     Raises DataError (no text and no task, data or lm_eval missing), CheckpointError, StoreError, PredictorError for
     a rate that the predictors have no thresholds for, BudgetError.
@@ -99,9 +103,13 @@ def evaluate(
         predictors = Predictors.load(predictors)
     if documents[1] is not None and documents[1] <= documents[0]:
         raise DataError(f"evaluate: documents {documents[0]} to {documents[1]} are none; give --documents FROM TO")
-    rows = table_rows(predictors, rates)
+    rows = [
+        dataclasses.replace(r, ablation=dataclasses.replace(r.ablation, io=io)) for r in table_rows(predictors, rates)
+    ]
     # What can fail at once does so before a conversion of hours.
     loaded = load_tasks(list(dict.fromkeys(tasks)), tasks_dir, limit) if tasks else []
+    if data is not None and next(iter(read_documents(data, *documents)), None) is None:
+        raise DataError(f"{data}: no document from number {documents[0]} on; give --documents FROM TO within it")
     opened = open_store(model, store, dtype=dtype, tell=tell, progress=progress)
     text = None
     if data is not None:
@@ -110,7 +118,7 @@ def evaluate(
     _check_rows(opened, rows, run)
     settings = {
         "rates": list(rates), "tokens": tokens, "documents": list(documents), "decode": decode, "limit": limit,
-        "sequence": min(SEQUENCE, context_tokens(opened, run)), "prompt": PROMPT, "warm_up": WARM_UP,
+        "io": io, "sequence": min(SEQUENCE, context_tokens(opened, run)), "prompt": PROMPT, "warm_up": WARM_UP,
         "context": context_tokens(opened, run),
     }  # fmt: skip
     measured = Measured(partial, _request(opened, predictors, text, loaded, run, settings))
@@ -223,7 +231,7 @@ class _Work:
         with _Lazy(self.store, cached, self.run) as engine:
             if self.text is not None:
                 text = self.text
-                found |= self._part(row, "perplexity", text.tokens, lambda tick: perplexity(engine(), text, tick))
+                found |= self._part(row, "perplexity", text.tokens, lambda tick: self._perplexity(engine, row, tick))
                 found |= self._part(row, "quality", self.audited, lambda tick: self._quality(engine, row, tick))
             found["tasks"] = {
                 task.name: self._part(
@@ -235,8 +243,7 @@ class _Work:
                 found |= self._part(row, "decode", self.decoded, lambda tick: self._decode(engine(), row, tick))
         if self.text is not None and row.ablation.predictor == "off":
             # All of its neurons come from flash for each token, as many as that are: none stays resident.
-            lean = dataclasses.replace(self.run, dram=str(plan_dram(self.store, row.ablation, None, self.run).fixed))
-            with _Lazy(self.store, row, lean) as engine:
+            with _Lazy(self.store, row, lean(self.store, row.ablation, self.run)) as engine:
                 found |= self._part(row, "decode", self.decoded, lambda tick: self._decode(engine(), row, tick))
         return found
 
@@ -253,6 +260,11 @@ class _Work:
         self.done = min(end, max(begun, self.done) + count)
         if self.progress:
             self.progress(what, self.done, self.total)
+
+    def _perplexity(self, engine: Callable[[], TorchCpuEngine], row: Row, tick: Tick) -> dict[str, Any]:
+        assert self.text is not None
+        with self.measured.answers(row.name, "perplexity") as known:
+            return perplexity(engine, self.text, tick, known, self.measured.write)
 
     def _quality(self, engine: Callable[[], TorchCpuEngine], row: Row, tick: Tick) -> dict[str, Any]:
         assert self.text is not None

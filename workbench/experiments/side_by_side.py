@@ -12,6 +12,7 @@ import numpy as np
 from workbench.ablation import Ablation
 from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import DataError
+from workbench.experiments.accuracy import lean
 from workbench.experiments.record import SCHEMA, machine, model_name, run_info
 from workbench.flash.store import Store
 from workbench.predictor.low_rank import Predictors
@@ -49,10 +50,11 @@ def side_by_side(
         predictors = Predictors.load(predictors)
     chosen = predictors if rate is None else predictors.at(rate)
     run, techniques = run or RunSpec(), ablation or Ablation()
+    dense_run = lean(opened, DENSE, run)
     total = 2 * len(prompts) * max_new_tokens
     columns = []
     for index, (name, settings) in enumerate((("dense", DENSE), ("predicted", techniques))):
-        with TorchCpuEngine(opened, settings, chosen if index else None, run) as engine:
+        with TorchCpuEngine(opened, settings, chosen if index else None, run if index else dense_run) as engine:
             texts = []
             for number, prompt in enumerate(prompts):
                 begun = (index * len(prompts) + number) * max_new_tokens

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from workbench.errors import CheckpointError
@@ -29,11 +32,12 @@ def _download(model: str, code: bool) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        files = HfApi().list_repo_files(model)
-        weights = "safetensors" if any(file.endswith(".safetensors") for file in files) else "bin"
-        patterns = [f"*.{weights}", f"*.{weights}.index.json", "config.json", *TOKENIZER_FILES]
-        patterns += ["*.py"] if code else []
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        with _no_retry_lines():
+            files = HfApi().list_repo_files(model)
+            weights = "safetensors" if any(file.endswith(".safetensors") for file in files) else "bin"
+            patterns = [f"*.{weights}", f"*.{weights}.index.json", "config.json", *TOKENIZER_FILES]
+            patterns += ["*.py"] if code else []
+            return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub's client and its transport raise classes of their own
         try:
             return Path(snapshot_download(model, local_files_only=True))
@@ -44,3 +48,15 @@ def _download(model: str, code: bool) -> Path:
             f"{model}: no such directory, and the Hugging Face hub did not give it ({reason}); "
             f"check the name and the network, or give a local checkpoint directory"
         ) from error
+
+
+@contextmanager
+def _no_retry_lines() -> Iterator[None]:
+    """The hub's client warns before each of its retries; what comes of them is said once, in one line."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
