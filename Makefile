@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*)
 
-.PHONY: demo test check slow benchmarks clean
+.PHONY: demo test check slow gallery benchmarks clean
 
 demo: .venv/run
 	$(BIN)/workbench demo
@@ -17,6 +17,9 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+gallery: .venv/dev
+	$(BIN)/python -m workbench.experiments.gallery docs/gallery
 
 slow: .venv/dev
 	$(BIN)/pytest -m "slow"

@@ -30,5 +30,6 @@ inline nanobind::ndarray<nanobind::numpy, int32_t> copy_ids(const std::vector<in
 void bind_reader(nanobind::module_& m);
 void bind_slots(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_coactivation(nanobind::module_& m);
 
 }  // namespace wb

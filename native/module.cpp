@@ -5,4 +5,5 @@ NB_MODULE(_native, m) {
   wb::bind_reader(m);
   wb::bind_slots(m);
   wb::bind_kernels(m);
+  wb::bind_coactivation(m);
 }

@@ -41,4 +41,4 @@ assert workbench._native.__file__.startswith(site), workbench._native.__file__
 import pytest
 sys.exit(pytest.main(arguments))
 ' "$(realpath "$site")" "$packages" -q -p no:cacheprovider \
-  tests/unit/test_reader.py tests/unit/test_slots.py tests/unit/test_kernels.py "$@"
+  tests/unit/test_reader.py tests/unit/test_slots.py tests/unit/test_kernels.py tests/unit/test_coactivation.py "$@"

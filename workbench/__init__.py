@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from workbench.ablation import Ablation as Ablation
     from workbench.engines import load as load
     from workbench.experiments.convert import convert as convert
+    from workbench.experiments.data import data_card as data_card
     from workbench.flash.store import Store as Store
     from workbench.flash.store import verify as verify
     from workbench.predictor.config import PredictorSpec as PredictorSpec
@@ -22,17 +23,26 @@ if TYPE_CHECKING:
     from workbench.predictor.train import train_predictors as train_predictors
     from workbench.report import write_report as write_report
     from workbench.spec import RunSpec as RunSpec
+    from workbench.widgets.bar import progress_bar as progress_bar
+    from workbench.widgets.errors import notebook_setup as notebook_setup
+    from workbench.widgets.panel import panel as panel
+    from workbench.widgets.training import training_panel as training_panel
 
 _WHERE = {
     "Ablation": "workbench.ablation",
     "PAPER_ROWS": "workbench.ablation",
     "load": "workbench.engines",
+    "notebook_setup": "workbench.widgets.errors",
+    "panel": "workbench.widgets.panel",
+    "progress_bar": "workbench.widgets.bar",
     "convert": "workbench.experiments.convert",
+    "data_card": "workbench.experiments.data",
     "Store": "workbench.flash.store",
     "verify": "workbench.flash.store",
     "PredictorSpec": "workbench.predictor.config",
     "Predictors": "workbench.predictor.low_rank",
     "train_predictors": "workbench.predictor.train",
+    "training_panel": "workbench.widgets.training",
     "write_report": "workbench.report",
     "RunSpec": "workbench.spec",
 }

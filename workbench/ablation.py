@@ -33,7 +33,9 @@ class Ablation:
     coalesce: bool = field(default=True, metadata={"help": "near records are merged into one read"})
     io: IoEngine = field(default="threads", metadata={"help": "reader engine: threads, io_uring, buffered"})
     prefetch: bool = field(default=False, metadata={"help": "read for layer l+1 while layer l computes"})
-    placement: bool = field(default=False, metadata={"help": "co-activated neurons are stored side by side"})
+    placement: bool = field(
+        default=False, metadata={"help": "neurons that are loaded together are stored side by side (see place)"}
+    )
     speculative: bool = field(default=False, metadata={"help": "draft-and-verify decoding"})
 
     def __post_init__(self) -> None:
@@ -45,13 +47,19 @@ class Ablation:
             value = getattr(self, f.name)
             if isinstance(f.default, bool) and not isinstance(value, bool):
                 raise AblationError(f"ablation: {f.name}={value!r} is not true or false")
-        for name in ("prefetch", "placement", "speculative"):
+        for name in ("prefetch", "speculative"):
             if getattr(self, name):
                 raise AblationError(f"ablation: {name}=True is not implemented yet; leave {name} off")
         if self.windowing and self.predictor == "off":
             raise AblationError(
                 "ablation: windowing=True with predictor='off' is undefined, since every neuron is loaded "
                 "for every token; set windowing=False or predictor='low_rank'"
+            )
+
+        if self.placement and not self.bundling:
+            raise AblationError(
+                "ablation: placement=True with bundling=False is undefined, since only whole records are placed; "
+                "set bundling=True or placement=False"
             )
 
     def describe(self) -> str:

@@ -11,7 +11,7 @@ _CHECKOUT = Path(__file__).parent.parent
 
 
 def path(name: str) -> Path:
-    """A file or folder under data/ or predictors/, such as 'data/demo-model'. DataError when it is missing."""
+    """A file or folder of data/, predictors/ or notebooks/, such as 'data/demo-model'. DataError when it is missing."""
     for root in (_PACKAGED, _CHECKOUT):
         if (root / name).exists():
             return root / name

@@ -76,6 +76,7 @@ class RunSpec:
     coalesce_gap_bytes: two reads are merged when at most this many bytes lie between them.
     compute_threads: threads of the CPU kernels; 0 means one for each core.
     context: tokens that the KV cache holds; 0 means as many as the model has positions.
+    seed: of the text that is sampled, from the next text on.
     """
 
     window: int = 4

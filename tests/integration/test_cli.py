@@ -44,6 +44,7 @@ def test_help_lists_the_commands_in_order() -> None:
         "ablate",
         "generate",
         "bench",
+        "lab",
     ]
     places = [text.index(f" {name} ") for name in commands]
     assert places == sorted(places)

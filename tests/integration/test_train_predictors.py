@@ -24,7 +24,7 @@ from tiny_models import edit_config, make_tiny
 from workbench.capture.activations import FfnTap, active_neurons, dense, run_trunk, tokenizer
 from workbench.capture.text import documents, split_of, token_windows
 from workbench.errors import CheckpointError, DataError, DeviceError, PredictorError, TrainingError
-from workbench.experiments.reuse import analyze_sparsity
+from workbench.experiments.sparsity import analyze_sparsity
 from workbench.models import family
 from workbench.predictor.fingerprint import fingerprint
 from workbench.predictor.low_rank import Predictors
@@ -560,3 +560,10 @@ def test_active_neurons_are_those_of_the_dense_model(model: Path, data: Path) ->
 def causal(length: int) -> torch.Tensor:
     """An additive attention mask."""
     return torch.full((length, length), float("-inf")).triu(1)[None, None]
+
+
+def test_a_loss_that_is_not_finite_ends_the_training(model: Path, data: Path, tmp_path: Path) -> None:
+    spec = replace(SPEC, learning_rate=1e30)
+    with pytest.raises(TrainingError, match=r"layer \d: the loss is not finite at step \d+; start again with --fresh"):
+        train_predictors(model, data, spec, out=tmp_path / "p")
+    assert not (tmp_path / "p" / "predictors.safetensors").exists()

@@ -25,7 +25,7 @@ def test_paper_rows_add_one_technique_at_a_time() -> None:
         ({"predictor": "magic"}, ["predictor='magic'", "oracle"]),
         ({"io": "mmap"}, ["io='mmap'", "io_uring"]),
         ({"prefetch": True}, ["prefetch"]),
-        ({"placement": True}, ["placement"]),
+        ({"placement": True, "bundling": False}, ["placement=True", "bundling=False", "set bundling=True"]),
         ({"speculative": True}, ["speculative"]),
         ({"hybrid": 1}, ["hybrid=1"]),
     ],

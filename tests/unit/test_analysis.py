@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from workbench.analysis.reuse import aggregated_use, gaps, ids_of, kept, new_per_token, reuse
-from workbench.analysis.sparsity import usage, zeros, zeros_by_layer
+from workbench.analysis.sparsity import usage, usage_of, zeros, zeros_by_layer, zeros_by_place, zeros_spread
 
 D_FF = 40
 
@@ -94,3 +94,32 @@ def test_usage_of_neurons() -> None:
     assert found.never == 17
     assert found.top_tenth == pytest.approx(15 / 16)
     assert usage(ids_of(np.ones((4, 20), dtype=bool)), 20).top_tenth == pytest.approx(0.1)
+
+
+def test_spread_of_zeros_over_tokens() -> None:
+    counts = np.array([0, 10, 20, 30, 40])
+    found = zeros_spread(counts, 40)
+    assert found.mean == pytest.approx(0.5)
+    assert found.quantiles == pytest.approx(np.percentile(1 - counts / 40, [5, 25, 50, 75, 95]))
+    with pytest.raises(ValueError, match="no activations"):
+        zeros_spread(np.empty(0), 40)
+
+
+@pytest.mark.parametrize("places", [1, 2, 7, 8])
+def test_zeros_by_place_take_each_place_once(places: int) -> None:
+    counts = np.random.default_rng(places).integers(0, 40, (3, 5, places))
+    found = zeros_by_place(counts, 40)
+    assert [p for part in found for p in range(part.first, part.last + 1)] == list(range(places))
+    assert [part.first for part in found] == [0, 1, 2, 4][: len(found)]
+    for part in found:
+        own = 1 - counts[:, :, part.first : part.last + 1] / 40
+        assert part.zeros.mean == pytest.approx(own.mean())
+    with pytest.raises(ValueError, match="stretches"):
+        zeros_by_place(counts[0], 40)
+
+
+def test_usage_from_counts_alone() -> None:
+    mask = activity(4)
+    own, counted = usage(ids_of(mask), D_FF), usage_of(mask.sum(axis=0), len(mask))
+    assert np.array_equal(own.frequency, counted.frequency)
+    assert (own.never, own.top_tenth) == (counted.never, counted.top_tenth)

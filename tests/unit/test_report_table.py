@@ -229,6 +229,8 @@ def test_other_tables() -> None:
         (n.chunk(1 << 30), "1 GiB"),
         (n.count(1536.2), "1,536"),
         (n.short_commit("0123456789abcdef-dirty"), "0123456789ab-dirty"),
+        (n.short_commit("0123456789ab+"), "0123456789ab+"),
+        (n.short_commit("version 0.1.0"), "version 0.1.0"),
     ],
 )
 def test_numbers(text: str, expected: str) -> None:

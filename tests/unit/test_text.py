@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+from datasets import Dataset, DatasetDict
 
 from workbench.capture.text import (
     TokenStream,
@@ -20,6 +23,7 @@ from workbench.capture.text import (
     source_identity,
     split_of,
     token_windows,
+    windows_and_card,
 )
 from workbench.errors import DataError
 
@@ -212,3 +216,166 @@ def test_genuine_c4_documents() -> None:
     texts = list(documents(SHARED, 10, 20))
     assert len(texts) == 10
     assert all(len(text) > 20 for text in texts)
+
+
+def write_parquet(path: Path, texts: list[Any], column: str = "text", rows: int = 3) -> Path:
+    """Row groups of `rows`, so that starts fall inside and between them."""
+    table = pyarrow.table({"id": list(range(len(texts))), column: texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=rows)
+    return path
+
+
+TEXTS = [f"text {i} " * (i % 5 + 1) for i in range(40)]
+
+
+def columnar(tmp_path: Path, kind: str) -> str:
+    """The same 40 documents, 1 or 2 files, in each of the layouts that have a column `text`."""
+    if kind == "parquet":
+        write_parquet(tmp_path / "b.parquet", TEXTS[17:])
+        write_parquet(tmp_path / "a.parquet", TEXTS[:17])
+    elif kind == "one file":
+        return str(write_parquet(tmp_path / "a.parquet", TEXTS, rows=1000))
+    elif kind == "saved":
+        Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved", num_shards=2)
+        return str(tmp_path / "saved")
+    else:  # a data set's folder, as the hub lays it out: a configuration with two splits
+        (tmp_path / "data").mkdir()
+        write_parquet(tmp_path / "data" / "train-00000.parquet", TEXTS)
+        write_parquet(tmp_path / "data" / "rest-00000.parquet", TEXTS[:2])
+        lines = "".join(f"  - {{split: {split}, path: data/{split}-*}}\n" for split in ("train", "rest"))
+        (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: own\n  data_files:\n{lines}---\n")
+        return f"hub:{tmp_path}:own"
+    return str(tmp_path)
+
+
+LAYOUTS = ["parquet", "one file", "saved", "hub"]
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_every_layout_gives_the_same_documents_by_number(tmp_path: Path, kind: str) -> None:
+    source = columnar(tmp_path, kind)
+    assert list(documents(source)) == TEXTS
+    for start, stop in ((0, 1), (2, 9), (3, 3), (16, 18), (39, None), (40, None), (0, 100)):
+        assert list(documents(source, start, stop)) == TEXTS[start:stop]
+    card = data_card(source, Letters())
+    assert (card.documents, card.tokens) == (40, sum(map(len, TEXTS)))
+    assert card.files == (1 if kind == "one file" else 2)
+    json_card = data_card(write_json(tmp_path / "same.jsonl", TEXTS), Letters())
+    assert card.sha256 == json_card.sha256
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_every_layout_has_positions_to_come_back_to(tmp_path: Path, kind: str) -> None:
+    source = columnar(tmp_path, kind)
+
+    def stream() -> TokenStream:
+        return TokenStream(source, Letters(), 32, lambda text: True, loop=True)
+
+    whole, first, second = stream(), stream(), stream()
+    wanted = [next(whole) for _ in range(80)]
+    for _ in range(37):
+        next(first)
+    second.seek(json.loads(json.dumps(first.position())))
+    assert np.array_equal(np.stack(wanted[37:]), np.stack([next(second) for _ in range(43)]))
+
+
+def test_a_split_is_chosen_by_name(tmp_path: Path) -> None:
+    source = columnar(tmp_path, "hub")
+    assert list(documents(f"{source}:rest")) == TEXTS[:2]
+    with pytest.raises(DataError, match=r"absent.*could not be streamed"):
+        list(documents(f"{source}:absent"))
+
+
+def test_identity_of_a_columnar_source_changes_with_its_content(tmp_path: Path) -> None:
+    for kind in ("parquet", "hub"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        source = columnar(folder, kind)
+        before = source_identity(source)
+        assert before["files"] == 2
+        assert before["sha256"]
+        write_parquet(next(folder.rglob("*.parquet")), ["other"])
+        assert source_identity(source) != before
+
+
+def test_columns_that_hold_no_text_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no column 'text' \(it has id, body\)"):
+        list(documents(write_parquet(tmp_path / "a.parquet", ["x"], column="body")))
+    with pytest.raises(DataError, match="row 4 has no text"):
+        list(documents(write_parquet(tmp_path / "b.parquet", ["x", "x", "x", "x", None])))
+    with pytest.raises(DataError, match="row 0 has no text"):
+        list(documents(write_parquet(tmp_path / "c.parquet", [1, 2])))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_damaged_columnar_file_is_one_line(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"a.{kind}"
+    whole = write_parquet(tmp_path / "whole.parquet", TEXTS).read_bytes()
+    for content in (b"", b"not columns at all", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"a\.{kind}: cannot be read as {kind}") as caught:
+            list(documents(path))
+        assert "\n" not in str(caught.value)
+
+
+def test_several_saved_splits_are_named(tmp_path: Path) -> None:
+    DatasetDict({"train": Dataset.from_dict({"text": ["a"]}), "test": Dataset.from_dict({"text": ["b"]})}).save_to_disk(
+        tmp_path / "both"
+    )
+    with pytest.raises(DataError, match=r"several splits \(test, train\)"):
+        documents(tmp_path / "both")
+    assert list(documents(tmp_path / "both" / "test")) == ["b"]
+
+
+def test_what_is_missing_for_columns_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "a.parquet", ["x"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"`pyarrow` is not installed; pip install 'flash-workbench\[data\]'"):
+        list(documents(path))
+
+
+def test_a_data_set_that_the_hub_does_not_give_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*args: Any, **kwargs: Any) -> Any:
+        raise ConnectionError("Name or service not known\nand much more")
+
+    monkeypatch.setattr("datasets.load_dataset", no_network)
+    for source, says in (
+        ("owner/name", "no such file or directory, and it could not be streamed"),
+        ("owner/name:config:test", "no such file or directory, and it could not be streamed"),
+        ("hub:owner/name", "hub:owner/name: could not be streamed"),
+        ("c4", "c4: could not be streamed"),
+    ):
+        with pytest.raises(DataError) as caught:
+            next(documents(source))
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_names_of_data_sets(tmp_path: Path) -> None:
+    named = {
+        "hub:owner/name": "owner/name:train",
+        "owner/name:config": "owner/name:config:train",
+        "owner/name::test": "owner/name:test",
+        "hub:name:config:test": "name:config:test",
+    }
+    for source, name in named.items():
+        assert source_identity(source) == {"source": name, "files": 0, "bytes": 0, "sha256": ""}
+    for wrong in ("hub:", "hub:a:b:c:d"):
+        with pytest.raises(DataError, match="not a data set's name"):
+            source_identity(wrong)
+    for path in ("some/text.jsonl", "./owner/name", "a/b/c", str(tmp_path / "absent")):
+        with pytest.raises(DataError, match="no such file"):
+            source_identity(path)
+
+
+def test_a_card_shows_itself_in_a_line_and_in_a_notebook(tmp_path: Path) -> None:
+    card = data_card(write_json(tmp_path / "<a>.jsonl", ["abc", "de"]), Letters())
+    assert str(card) == f"<a>.jsonl, files 1, documents 2, tokens 5, SHA-256 chain {card.sha256[:16]}"
+    assert "&lt;a&gt;.jsonl" in card._repr_html_()
+
+
+def test_windows_come_with_the_card_of_what_was_read_for_them(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "a.jsonl", ["x" * 9] * 100)
+    windows, card = windows_and_card(path, Letters(), 10, 3)
+    assert [w.shape for w in windows] == [(10,)] * 3
+    assert (card.documents, card.tokens) == (32, 9 * 32)

@@ -44,13 +44,18 @@ def new_per_token(uses: Uses, window: int) -> np.ndarray:
 def kept(uses: Uses, window: int) -> np.ndarray:
     """Distinct neurons of each token and the `window` tokens before it: what the slots hold. int64 [tokens]."""
     _check(window)
-    arrive = new_per_token(uses, window)
-    leave = np.zeros(len(uses), dtype=np.int64)
-    for token, gap in enumerate(gaps(list(reversed(uses)))):  # backwards in time, a gap is the one to the next use
-        gone = len(uses) - 1 - token + window + 1
-        if gone < len(uses):
+    return _new_and_kept(gaps(uses), gaps(list(reversed(uses))), window)[1]
+
+
+def _new_and_kept(before: Uses, after: Uses, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """`after`: the gaps of the reversed text; backwards in time, a gap is the one to the next use."""
+    arrive = np.array([np.count_nonzero(gap > window) for gap in before], dtype=np.int64)
+    leave = np.zeros(len(before), dtype=np.int64)
+    for token, gap in enumerate(after):
+        gone = len(before) - 1 - token + window + 1
+        if gone < len(before):
             leave[gone] = np.count_nonzero(gap > window)
-    return np.cumsum(arrive - leave)
+    return arrive, np.cumsum(arrive - leave)
 
 
 def aggregated_use(uses: Uses, longest: int) -> np.ndarray:
@@ -59,17 +64,26 @@ def aggregated_use(uses: Uses, longest: int) -> np.ndarray:
     float64 [longest + 1]; s_agg(k+1) - s_agg(k) is what one more token adds (figure 4a). ValueError when the text is
     shorter than `longest` tokens.
     """
-    if not 0 <= longest <= len(uses):
-        raise ValueError(f"longest={longest} is outside 0..{len(uses)}, the number of tokens")
-    distances = gaps(uses)
-    distinct = np.zeros(len(uses), dtype=np.int64)  # by the first token of the stretch
-    result = np.zeros(longest + 1)
-    for length in range(1, longest + 1):
-        # the stretch's last token adds the neurons that were not used in the length - 1 tokens before it
-        added = np.array([np.count_nonzero(gap >= length) for gap in distances], dtype=np.int64)
-        places = len(uses) - length + 1
-        distinct[:places] += added[length - 1 :]
-        result[length] = distinct[:places].mean()
+    tokens = len(uses)
+    if not 0 <= longest <= tokens:
+        raise ValueError(f"longest={longest} is outside 0..{tokens}, the number of tokens")
+    # A neuron is missing from a stretch of k tokens only when the whole stretch lies in one of its pauses; a pause of p
+    # tokens has p - k + 1 such places. So the lengths of all pauses, those at both ends too, decide every k.
+    size = _size(uses)
+    last = np.full(size, -1, dtype=np.int64)
+    pauses = np.zeros(tokens + 1, dtype=np.int64)
+    for token, ids in enumerate(uses):
+        pauses += np.bincount(token - last[ids] - 1, minlength=tokens + 1)
+        last[ids] = token
+    used = last >= 0
+    pauses += np.bincount(tokens - 1 - last[used], minlength=tokens + 1)
+    pauses[0] = 0
+    # missing[k] = sum over p >= k of pauses[p] * (p - k + 1): the sums from the end, twice over
+    missing = np.cumsum(np.cumsum(pauses[::-1]))[::-1][: longest + 1]
+    lengths = np.arange(longest + 1)
+    places = tokens - lengths + 1
+    result = (np.count_nonzero(used) * places - missing) / places
+    result[0] = 0.0
     return result
 
 
@@ -94,8 +108,10 @@ def reuse(uses: Uses, d_ff: int, windows: Sequence[int] = (0, 1, 2, 4, 8, 16)) -
         raise ValueError(f"{len(uses)} tokens are too few for a window of {max(windows)}")
     sizes = np.array([len(ids) for ids in uses], dtype=np.float64)
     result = []
+    before, after = gaps(uses), gaps(list(reversed(uses)))
     for window in windows:
-        new, held = (f(uses, window)[window:].mean() for f in (new_per_token, kept))
+        _check(window)
+        new, held = (counts[window:].mean() for counts in _new_and_kept(before, after, window))
         result.append(Reuse(window, float(sizes[window:].mean()), float(new), float(held), new / d_ff, held / d_ff))
     return result
 

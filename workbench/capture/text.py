@@ -1,20 +1,14 @@
-"""Documents from C4-style files, plain text or the streamed C4 corpus, and token windows packed from them.
+"""Token windows packed from documents, positions to come back to, and a card of what was read.
 
-A source is a file, a directory of files (read in name order), the word `c4` (allenai/c4, streamed through the
-`datasets` library) or `c4:PATH` (the same, from local shards in C4's layout). Files are `.json.gz`, `.jsonl.gz`,
-`.jsonl` or `.json` with one JSON object a line that has a `text` field (C4's own layout), or plain text, whose
-paragraphs are gathered into documents of at least 2,000 characters. Whatever cannot be read raises `DataError`
-that names file and line.
+Documents come from `workbench.capture.sources`, which says what a source can be.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
+import html
 import queue
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -23,168 +17,43 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from workbench.capture.sources import documents, files, source_files, source_identity, source_name
 from workbench.errors import DataError
 
-JSON_LINES = (".json.gz", ".jsonl.gz", ".jsonl", ".json")
-PLAIN_TEXT = (".txt", ".txt.gz", ".text", ".md")
-PARAGRAPH_CHARACTERS = 2000
+__all__ = [
+    "DataCard",
+    "TokenStream",
+    "data_card",
+    "documents",
+    "encode",
+    "end_of_text",
+    "files",
+    "hash_of",
+    "source_identity",
+    "source_name",
+    "split_of",
+    "token_windows",
+    "windows_and_card",
+]
+
 ENCODE_DOCUMENTS = 32  # documents tokenised in one call: enough to use the tokenizer's own threads
 T = TypeVar("T")
 AHEAD = 8  # such calls that a stream may be ahead of its reader
 BETWEEN_DOCUMENTS = "<|endoftext|>"
-EDGE_BYTES = 64 << 10  # of each file's two ends, hashed to tell one source from another without reading it whole
-
-
-def documents(source: str | Path, start: int = 0, stop: int | None = None) -> Iterator[str]:
-    """The documents `start` to `stop` (exclusive, None: to the end) of `source`, in order.
-
-    Raises DataError: no such source, an unknown layout, damaged gzip, a line that is not JSON, no `text` field.
-    """
-    if _is_c4(source):
-        return _streamed(source, start, stop)
-    return islice(_chain(files(source)), start, stop)
-
-
-def files(source: str | Path) -> list[Path]:
-    """The files that `source` consists of, in reading order. DataError when there are none."""
-    path = Path(source)
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"{path}: no such file or directory; give C4-style .json.gz, .jsonl, a text file, or c4")
-    found = sorted(p for p in path.iterdir() if p.is_file() and p.name.endswith(JSON_LINES))
-    if not found:
-        found = sorted(p for p in path.iterdir() if p.is_file() and p.name.endswith(PLAIN_TEXT))
-    if not found:
-        raise DataError(f"{path}: no .json.gz, .jsonl, .json or .txt file in this directory; give one that has text")
-    return found
-
-
-def _chain(paths: list[Path]) -> Iterator[str]:
-    for path in paths:
-        yield from _json_lines(path) if path.name.endswith(JSON_LINES) else _paragraphs(path)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    number = 0
-    damaged = (gzip.BadGzipFile, EOFError, zlib.error)  # a local outlives module globals when the interpreter ends
-    try:
-        with gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb") as stream:
-            for number, raw in enumerate(stream, 1):
-                yield number, raw.decode("utf-8")
-    except damaged as error:
-        raise DataError(f"{path}: damaged gzip after line {number} ({error}); download the file again") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: line {number} is not UTF-8 ({error.reason}); convert the file to UTF-8") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read after line {number} ({error.strerror or error})") from error
-
-
-def _json_lines(path: Path) -> Iterator[str]:
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(
-                f"{path}: line {number} is not JSON ({error}); one JSON object a line is expected"
-            ) from error
-        text = record.get("text") if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            raise DataError(f"{path}: line {number} has no 'text' field that is a string; C4's layout has one")
-        yield text
-
-
-def _paragraphs(path: Path) -> Iterator[str]:
-    gathered: list[str] = []
-    size = 0
-    for number, line in _lines(path):
-        if "\0" in line:
-            raise DataError(f"{path}: line {number} holds binary data; give text, or .json.gz in C4's layout")
-        if not line.strip() and size >= PARAGRAPH_CHARACTERS:
-            yield "".join(gathered).strip("\n")
-            gathered, size = [], 0
-        else:
-            gathered.append(line)
-            size += len(line)
-    rest = "".join(gathered).strip("\n")
-    if rest.strip():
-        yield rest
-
-
-def _is_c4(source: str | Path) -> bool:
-    return str(source) == "c4" or str(source).startswith("c4:")
-
-
-def _shards(source: str | Path) -> list[Path]:
-    """The local shards of `c4:PATH`; none for `c4`."""
-    if str(source) == "c4":
-        return []
-    found = files(str(source)[3:])
-    for path in found:
-        if not path.name.endswith(JSON_LINES):
-            raise DataError(f"{source}: {path.name} is not in C4's layout; give .json.gz or .jsonl shards")
-    return found
-
-
-def _streamed(source: str | Path, start: int, stop: int | None) -> Iterator[str]:
-    shards = _shards(source)
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise DataError(
-            f"{source}: the `datasets` library is not installed; pip install 'flash-workbench[data]', or give a local "
-            "file"
-        ) from error
-    try:
-        if shards:
-            rows: Any = load_dataset("json", data_files=[str(p) for p in shards], split="train", streaming=True)
-        else:
-            rows = load_dataset("allenai/c4", "en", split="train", streaming=True)
-        rows = rows.skip(start)
-        for row in rows if stop is None else rows.take(max(0, stop - start)):
-            yield row["text"]
-    except Exception as error:  # the library raises its dependencies' own network errors, of many classes
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(
-            f"{source}: could not be streamed ({first}); give a local C4 shard by its own name instead"
-        ) from error
-
-
-def source_identity(source: str | Path) -> dict[str, Any]:
-    """What tells one source from another without reading it whole: name, files, bytes, a digest of each file's ends."""
-    if str(source) == "c4":
-        return {"source": "c4", "files": 0, "bytes": 0, "sha256": ""}
-    digest = hashlib.sha256()
-    paths = _shards(source) if _is_c4(source) else files(source)
-    total = 0
-    for path in paths:
-        try:
-            size = path.stat().st_size
-            with open(path, "rb") as stream:
-                head = stream.read(EDGE_BYTES)
-                stream.seek(max(0, size - EDGE_BYTES))
-                digest.update(f"{path.name} {size}\n".encode() + head + stream.read())
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-        total += size
-    return {"source": source_name(source), "files": len(paths), "bytes": total, "sha256": digest.hexdigest()}
-
-
-def source_name(source: str | Path) -> str:
-    """What cards call a source: the last part of its path, with `c4:` where it is streamed."""
-    return "c4:" + Path(str(source)[3:]).name if str(source).startswith("c4:") else Path(source).name
 
 
 @dataclass
 class DataCard:
-    """What was read: `sha256` is a chain over the documents, sha256(previous + sha256(text)), "" before the first."""
+    """What was read: `sha256` is a chain over the documents, sha256(previous + sha256(text)), "" before the first.
+
+    `files`: local files that the source consists of, 0 where it is streamed.
+    """
 
     source: str
     documents: int = 0
     tokens: int = 0
     sha256: str = ""
+    files: int = 0
 
     def add(self, text: str, tokens: int) -> None:
         """Count one document of so many tokens (end of document not counted)."""
@@ -197,10 +66,37 @@ class DataCard:
         """For a JSON card."""
         return asdict(self)
 
+    @classmethod
+    def of(cls, source: str | Path) -> DataCard:
+        """The card of a source of which nothing was read yet. DataError when it is not there."""
+        return cls(source_name(source), files=len(source_files(source)))
+
+    def __str__(self) -> str:
+        """One line."""
+        return ", ".join(f"{name} {value}" if name != "source" else value for name, value in self._facts())
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{html.escape(name)}</th><td style='text-align:left'>{html.escape(value)}"
+            "</td></tr>"
+            for name, value in self._facts()
+        )
+        return f"<table>{cells}</table>"
+
+    def _facts(self) -> list[tuple[str, str]]:
+        return [
+            ("source", self.source),
+            ("files", str(self.files) if self.files else "streamed"),
+            ("documents", f"{self.documents:,}"),
+            ("tokens", f"{self.tokens:,}"),
+            ("SHA-256 chain", self.sha256[:16] or "nothing read"),
+        ]
+
 
 def data_card(source: str | Path, tokenizer: Any, start: int = 0, stop: int | None = None) -> DataCard:
     """Read the documents and count them: documents, tokens, SHA-256 of what was read."""
-    card = DataCard(source_name(source))
+    card = DataCard.of(source)
     for texts in _batches(documents(source, start, stop), ENCODE_DOCUMENTS):
         for text, ids in zip(texts, encode(tokenizer, texts), strict=True):
             card.add(text, len(ids))
@@ -260,6 +156,19 @@ def _batches(docs: Iterable[str], size: int) -> Iterator[list[str]]:
         yield batch
 
 
+def windows_and_card(
+    source: str | Path,
+    tokenizer: Any,
+    length: int,
+    count: int,
+    keep: Callable[[str], bool] = lambda text: True,
+) -> tuple[list[np.ndarray], DataCard]:
+    """At most `count` windows int64 [length] from the start of `source`, of the documents that `keep` accepts, and the
+    card of those read for them (whole documents, 32 at a time)."""
+    stream = TokenStream(source, tokenizer, length, keep)
+    return list(islice(stream, count)), stream.card
+
+
 @dataclass(frozen=True)
 class _Chunk:
     """Windows of some documents, the place where they begin, and what had been read at their end."""
@@ -293,7 +202,7 @@ class TokenStream:
         self._eos = end_of_text(tokenizer)
         self._ahead = ahead
         self._chunks: Iterator[_Chunk] | _Ahead[_Chunk] | None = None
-        start = {"round": 0, "document": 0, "pending": [], "card": DataCard(source_name(source)).as_dict()}
+        start = {"round": 0, "document": 0, "pending": [], "card": DataCard.of(source).as_dict()}
         self._begin(start)
 
     def _begin(self, place: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from workbench.ablation import Ablation, IoEngine
+from workbench.cli.analyze import analyze
 from workbench.cli.options import (
     Stages,
     ablation_options,
@@ -26,8 +27,8 @@ from workbench.relufy.config import RelufySpec
 from workbench.spec import LIMITS, DType, RunSpec
 
 ORDER = (
-    "demo", "convert", "verify", "relufy", "train-predictors", "evaluate", "analyze", "ablate", "generate",
-    "bench",
+    "demo", "convert", "verify", "relufy", "train-predictors", "evaluate", "analyze", "place", "ablate", "generate",
+    "bench", "lab",
 )  # fmt: skip
 
 
@@ -45,16 +46,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Run language models larger than memory, and measure what each technique brings on this machine.",
 )
-analyze = typer.Typer(no_args_is_help=True, help="Sparsity and reuse of a model on text.")
 bench = typer.Typer(no_args_is_help=True, help="What the machine gives.")
 
 Json = Annotated[Path | None, typer.Option("--json", help="write the record to this file", callback=writable)]
 Seed = Annotated[int, typer.Option(min=0, max=LIMITS["seed"][1], help="seed of every random choice")]
-Data = Annotated[str, typer.Option(help="text: C4-style .json.gz (file or folder), a text file, or c4")]
+Data = Annotated[
+    str, typer.Option(help="text: C4-style .json.gz, parquet, text (file or folder), c4, or hub:OWNER/NAME")
+]
 Window = Annotated[int, typer.Option(min=0, max=LIMITS["window"][1], help="the paper's k, in tokens")]
 Dram = Annotated[str, typer.Option(help="DRAM budget: a share of the model (50%) or a size (3GiB)")]
 Context = Annotated[int, typer.Option(min=0, max=LIMITS["context"][1], help="KV cache, tokens; 0: all positions")]
 Depth = Annotated[int, typer.Option(min=1, max=LIMITS["depth"][1], help="reads in flight")]
+PlacementMethod = Literal["chain", "clusters", "bisection", "spectral", "frequency", "shuffled", "own"]
 AnyDType = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to train")]
 Logs = Annotated[Path | None, typer.Option(help="directory for TensorBoard")]
@@ -213,6 +216,7 @@ def evaluate(
     dram: Dram = "100%",
     context: Context = 2048,
     depth: Depth = 32,
+    io: Annotated[IoEngine, typer.Option(help="reader engine of what is timed")] = "threads",
     threads: Threads = 0,
     seed: Seed = 0,
     json: Json = None,
@@ -244,7 +248,7 @@ def evaluate(
         record = run(
             model, predictors, store=store, data=data, tasks=[name for name in tasks.split(",") if name],
             tasks_dir=tasks_dir, rates=_shares(rates), tokens=tokens, documents=documents, decode=decode, limit=limit,
-            run=settings, tell=lambda line: print(line, file=sys.stderr), progress=progress, partial=partial,
+            run=settings, io=io, tell=lambda line: print(line, file=sys.stderr), progress=progress, partial=partial,
         )  # fmt: skip
     for path in filter(None, (out / "evaluation.json", json)):
         write_json(path, record)
@@ -255,49 +259,52 @@ def evaluate(
     if prompt and predictors:
         with progress_bar("side by side") as progress:
             texts = side_by_side(
-                open_store(model, store), predictors, prompt, rate=prompt_rate, run=settings, progress=progress
-            )
+                open_store(model, store), predictors, prompt, rate=prompt_rate, ablation=Ablation(io=io), run=settings,
+                progress=progress,
+            )  # fmt: skip
         screen.print(side_by_side_rich(read_side_by_side(texts)))
     screen.print("\n".join(["Written:", *(f"  {path}" for path in write_evaluation(out, record, side_by_side=texts))]))
     partial.unlink(missing_ok=True)
 
 
-@analyze.command("sparsity")
-def sparsity(
-    model: Annotated[str, typer.Argument(help="dense checkpoint")],
+@app.command()
+def place(
+    model: Annotated[str, typer.Argument(help="the dense checkpoint that the store was made from")],
+    store: StorePath,
     data: Data,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens of text")] = 4096,
+    predictors: PredictorsDir = None,
+    tokens: Annotated[int, typer.Option(min=1, help="of training text, to fit the order to")] = 16384,
+    held_out: Annotated[int, typer.Option(min=1, help="tokens of held-out text, to count reads on")] = 4096,
+    method: Annotated[PlacementMethod, typer.Option(help="how the order is found")] = "chain",
+    compare: Annotated[bool, typer.Option("--compare", help="count every method on the held-out text")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="stretches of held-out text that the engine takes")] = 6,
+    window: Window = 4,
+    dram: Dram = "50%",
+    context: Context = 512,
+    depth: Depth = 32,
+    seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Share of zeros in each layer's FFN activations."""
+    """Store neurons that are loaded together side by side, and count reads before and after on held-out text."""
+    from workbench.experiments.place import place as run
     from workbench.experiments.record import write_json
-    from workbench.experiments.reuse import analyze_sparsity
+    from workbench.flash.store import Store
+    from workbench.predictor.low_rank import Predictors
+    from workbench.report import placement_table, read_placement, to_rich
+    from workbench.report.placement import headline
 
-    with progress_bar("sparsity") as progress:
-        record = analyze_sparsity(model, data, tokens=tokens, progress=progress)
+    settings = RunSpec(window=window, dram=dram, context=context, depth=depth, seed=seed)
+    with progress_bar("place") as progress:
+        record = run(
+            model, Store.open(store), data, predictors=Predictors.load(predictors) if predictors else None,
+            predictors_name=predictors.name if predictors else "", tokens=tokens, held_out=held_out, method=method,
+            run=settings, rounds=rounds, compare=compare, progress=progress,
+        )  # fmt: skip
     if json:
         write_json(json, record)
-    for row in record["rows"]:
-        console().print(f"layer {row['layer']:3d}  {100 * row['zeros']:.1f}% zeros")
-
-
-@analyze.command("reuse")
-def reuse(
-    model: Annotated[str, typer.Argument(help="dense checkpoint")],
-    data: Data,
-    tokens: Annotated[int, typer.Option(min=1, help="tokens of text")] = 4096,
-    json: Json = None,
-) -> None:
-    """Share of the FFN that a neuron window keeps, and that each token adds."""
-    from workbench.experiments.record import write_json
-    from workbench.experiments.reuse import analyze_reuse
-    from workbench.report import read_reuse, reuse_table, to_rich
-
-    with progress_bar("reuse") as progress:
-        record = analyze_reuse(model, data, tokens=tokens, progress=progress)
-    if json:
-        write_json(json, record)
-    console().print(to_rich(reuse_table(read_reuse(record))))
+    read = read_placement(record)
+    console().print(to_rich(placement_table(read)))
+    console().print(headline(read), soft_wrap=True)
 
 
 @app.command()
@@ -320,7 +327,7 @@ def ablate(
     """The paper's rows as a table; techniques given as options make one more row."""
     from workbench.experiments import ablate as experiment
     from workbench.experiments.record import write_json
-    from workbench.experiments.text import window_of
+    from workbench.experiments.text import window_and_card
     from workbench.flash.store import Store
     from workbench.predictor.low_rank import Predictors
     from workbench.report import ablation_table, read_ablation, to_rich
@@ -331,13 +338,14 @@ def ablate(
     if ablation:
         base = Ablation(predictor="low_rank" if trained else "oracle")
         rows["asked for"] = dataclasses.replace(base, **ablation)
-    text = window_of(data, opened, prompt + experiment.WARM_UP + tokens)
+    text, card = window_and_card(data, opened, prompt + experiment.WARM_UP + tokens)
     run = RunSpec(window=window, dram=dram, context=context, depth=depth, seed=seed)
     partial = json.with_name(json.name + ".partial") if json else None
     with progress_bar("ablate") as progress:
         record = experiment.ablate(
             opened, trained, text, rows=rows, run=run, prompt=prompt, tokens=tokens, row_seconds=row_seconds,
             predictors_name=predictors.name if predictors else "", partial=partial, progress=progress,
+            data=card,
         )  # fmt: skip
     if json:
         write_json(json, record)
@@ -407,6 +415,29 @@ def flash(
         f"gaps up to {fit['gap_bytes'] / 1024:.0f} KiB are cheaper to read than to skip.",
         soft_wrap=True,
     )
+
+
+@app.command()
+def lab(
+    folder: Annotated[Path, typer.Argument(metavar="[DIRECTORY]", help="where the notebooks are copied to")] = Path(
+        "lab"
+    ),
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="of the server (the first free from 8888)")] = None,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="open it")] = True,
+) -> None:
+    """JupyterLab on a copy of the notebooks; a notebook that you changed is kept."""
+    import os
+
+    from workbench.experiments.lab import copy_notebooks, lab_command
+
+    command = lab_command(folder, port=port, browser=browser)  # refused before anything is copied
+    for copied in copy_notebooks(folder):
+        note = (
+            "kept as you changed it; move it away to get this version's" if copied.action == "kept" else copied.action
+        )
+        console().print(f"{folder / copied.name}: {note}", soft_wrap=True)
+    sys.stdout.flush()
+    os.execv(command[0], command)
 
 
 def _sources(given: list[str]) -> list[tuple[str, float]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from workbench.ablation import Ablation
 from workbench.errors import RecordError
+from workbench.fields import field_help
 
 ProgressFunction = Callable[[str, int, int], None]
 BYTES_FROM = 1 << 22
@@ -42,21 +42,6 @@ def spec_options(kind: Any, panel: str, **given: str) -> Callable[[Callable[...,
         return _with_options(function, "spec", kind, {**field_help(kind), **given}, panel)
 
     return decorate
-
-
-def field_help(kind: Any) -> dict[str, str]:
-    """What a dataclass's docstring says of each field: sentences that begin with `name:` or `name, name:`."""
-    names = {f.name for f in dataclasses.fields(kind)}
-    found: dict[str, list[str]] = {}
-    current: list[str] = []
-    for clause in re.split(r"(?<=\.) (?=[a-z_]+(?:, [a-z_]+)*: )", " ".join((kind.__doc__ or "").split())):
-        match = re.match(r"([a-z_]+(?:, [a-z_]+)*): (.*)", clause)
-        if match and names.issuperset(match[1].split(", ")):
-            current = [match[2]]
-            found |= dict.fromkeys(match[1].split(", "), current)
-        else:
-            current.append(clause)
-    return {name: " ".join(words).strip().rstrip(".") for name, words in found.items()}
 
 
 def _with_options(

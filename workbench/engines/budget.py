@@ -99,6 +99,12 @@ def context_tokens(store: Store, run: RunSpec) -> int:
     return min(run.context, positions) if run.context else positions
 
 
+def compute_threads(run: RunSpec) -> int:
+    """Threads of the CPU kernels: those asked for, else one for each core that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return run.compute_threads or cores
+
+
 def share_out(available: int, wanted: list[int], least: int) -> list[int]:
     """Slots by layer: what each wants if all fits, else in proportion, none below `least`."""
     if sum(wanted) <= available:

@@ -13,6 +13,7 @@ from workbench.ablation import Ablation
 from workbench.dram.slots import Slots
 from workbench.engines.layers import TORCH_DTYPES, as_tensor
 from workbench.engines.stats import StepClock
+from workbench.flash.placement import Placement
 from workbench.flash.reader import FlashReader
 from workbench.flash.store import Store
 from workbench.kernels.ffn import sparse_ffn
@@ -24,7 +25,8 @@ from workbench.spec import RunSpec
 
 @dataclass
 class Shared:
-    """What all layers of an engine have in common. `scratch` holds neurons on their way through, as slots do."""
+    """What all layers of an engine have in common. `scratch` holds neurons on their way through, as slots do. `placed`
+    is the open file of `placement`: both there once the ablation has asked for it."""
 
     store: Store
     run: RunSpec
@@ -36,6 +38,8 @@ class Shared:
     scratch: np.ndarray[Any, Any]
     slot_bytes: int
     threads: int
+    placed: int | None = None
+    placement: Placement | None = None
 
 
 class PackedPredictor:
@@ -86,19 +90,27 @@ class FlashFFN(nn.Module):
         self.gated, self.squared, self.threshold = spec.gated, spec.activation == "relu2", spec.threshold(layer)
         self.predictor: PackedPredictor | None = None
         self.slots: Slots | None = None
-        self.resident = 0  # neurons 0 .. resident-1 are in the slots for good (hybrid without a predictor)
         self.all_ids = np.arange(spec.d_ff, dtype=np.int32)
+        self.resident_ids = self.all_ids[:0]  # in the slots for good, neuron i in slot i (hybrid without a predictor)
+        self.other_ids = self.all_ids  # the others, in the order in which they lie on flash
 
     def set_slots(self, capacity: int) -> None:
         """New, empty slots; without a predictor they are filled with the first neurons, to stay."""
         shared = self.shared
-        self.slots, self.resident = None, 0
+        on_flash = self._on_flash()
+        self.slots, self.resident_ids, self.other_ids = None, self.all_ids[:0], on_flash
         if capacity:
             self.slots = Slots(shared.store.spec.d_ff, capacity, shared.slot_bytes, self.biases.first)
-        if capacity and shared.ablation.predictor == "off":
-            self._fetch(self.all_ids[:capacity], self.all_ids[:capacity], self.slots.matrix, sequential=True)  # type: ignore[union-attr]
-            self.slots.update(self.all_ids[:capacity], 0)  # type: ignore[union-attr]
-            self.resident = capacity
+        if self.slots is not None and shared.ablation.predictor == "off":
+            ids = np.sort(on_flash[:capacity])
+            self._fetch(ids, self.all_ids[: len(ids)], self.slots.matrix, sequential=True)
+            self.slots.update(ids, 0)
+            self.resident_ids, self.other_ids = ids, on_flash[capacity:]
+
+    def _on_flash(self) -> np.ndarray[Any, Any]:
+        """All neurons, in the order in which they lie in the file that is read."""
+        placement = self.shared.placement
+        return placement.order[self.layer] if self.shared.ablation.placement and placement else self.all_ids
 
     def clear(self) -> None:
         """Forget the window (not what is resident)."""
@@ -183,15 +195,15 @@ class FlashFFN(nn.Module):
         """Every neuron: those that stay resident from the slots, the others through the scratch."""
         clock = self.shared.clock
         if self.slots is not None:
-            ids = self.all_ids[: self.resident]
-            clock.active += self._compute(x, self.slots.matrix, ids, self.biases.first[ids], ids, out)
-        for ids in self._blocks(self.all_ids[self.resident :]):
+            ids, places = self.resident_ids, self.all_ids[: len(self.resident_ids)]
+            clock.active += self._compute(x, self.slots.matrix, places, self.biases.first[ids], ids, out)
+        for ids in self._blocks(self.other_ids):
             places = self.all_ids[: len(ids)]
             self._fetch(ids, places, self.shared.scratch, sequential=True)
             clock.loaded += len(ids)
             clock.active += self._compute(x, self.shared.scratch, places, self.biases.first[ids], ids, out)
         clock.predicted += len(self.all_ids)
-        clock.in_window += self.resident
+        clock.in_window += len(self.resident_ids)
 
     # a prompt: many tokens at once
 
@@ -201,17 +213,16 @@ class FlashFFN(nn.Module):
         out = torch.zeros_like(x)
         mask = self._choose_all(x)
         if mask is None:
-            ids = self.all_ids
-            clock.predicted += len(x) * len(ids)
+            ids, resident = self.other_ids, self.resident_ids
+            clock.predicted += len(x) * len(self.all_ids)
         else:
-            ids = np.flatnonzero(mask.any(0).numpy()).astype(np.int32)
+            chosen, on_flash = mask.any(0).numpy(), self._on_flash()
+            ids, resident = on_flash[chosen[on_flash]], self.all_ids[:0]
             clock.predicted += int(torch.count_nonzero(mask))
             self._refill(mask)
-        resident = ids[: self.resident] if mask is None else ids[:0]
         if len(resident) and self.slots is not None:
             self._add(x, resident, self.slots.matrix, None, out)
-        rest = ids[len(resident) :]
-        for block in self._blocks(rest):
+        for block in self._blocks(ids):
             try:
                 self._fetch(block, self.all_ids[: len(block)], shared.scratch, sequential=mask is None)
             except BaseException:
@@ -292,8 +303,9 @@ class FlashFFN(nn.Module):
     # flash
 
     def _blocks(self, ids: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """Neurons, given as they lie on flash, as many at once as the scratch holds; each block is sorted by id."""
         size = len(self.shared.scratch) // self.shared.slot_bytes
-        return [ids[at : at + size] for at in range(0, len(ids), size)]
+        return [np.sort(ids[at : at + size]) for at in range(0, len(ids), size)]
 
     def _fetch(
         self, ids: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], matrix: np.ndarray[Any, Any], *, sequential: bool
@@ -315,12 +327,14 @@ class FlashFFN(nn.Module):
         if self.shared.ablation.bundling:
             in_place = width == layout.bundle_stride
             lengths = np.full(len(ids), layout.bundle_stride if in_place else layout.record_bytes)
-            return (
-                self.shared.bundled,
-                store.bundled_offset(self.layer) + neurons * layout.bundle_stride,
-                lengths,
-                where,
-            )
+            handle, at = self.shared.bundled, neurons
+            if self.shared.ablation.placement:
+                assert self.shared.placed is not None
+                assert self.shared.placement is not None
+                handle, at = self.shared.placed, self.shared.placement.positions[self.layer][neurons]
+                rank = np.argsort(at)  # a reader that does not merge takes them as they are given
+                at, where = at[rank], where[rank]
+            return handle, store.bundled_offset(self.layer) + at * layout.bundle_stride, lengths, where
         parts = range(layout.parts)
         offsets = [store.split_offset(self.layer, part) + neurons * layout.row_stride for part in parts]
         order = layout.record_order()

@@ -44,9 +44,25 @@ class PreallocatedLayer(DynamicLayer):
         if self.storage is not None:
             self.keys, self.values = (store[:, :, :length] for store in self.storage)
 
+    def resize(self, capacity: int) -> None:
+        """Room for `capacity` tokens, no fewer than there are; what is there stays."""
+        if capacity < self.length:
+            raise ValueError(f"capacity={capacity} is less than the {self.length} tokens that are there")
+        if self.storage is not None and capacity != self.capacity:
+            self.storage = tuple(_moved(old, self.length, capacity) for old in self.storage)  # type: ignore[assignment]
+            if self.storage is not None and self.length:
+                self.keys, self.values = (store[:, :, : self.length] for store in self.storage)
+        self.capacity = capacity
+
     def reset(self) -> None:
         self.length = 0
         self.keys = self.values = None
+
+
+def _moved(old: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
+    new = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
+    new[:, :, :length] = old[:, :, :length]
+    return new
 
 
 def new_cache(spec: ModelSpec, capacity: int) -> Cache:

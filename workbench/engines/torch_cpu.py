@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from workbench.ablation import Ablation
-from workbench.engines.budget import context_tokens, plan_dram, slot_bytes
+from workbench.engines.budget import DramPlan, compute_threads, context_tokens, plan_dram, slot_bytes
 from workbench.engines.ffn import Biases, FlashFFN, PackedPredictor, Shared
 from workbench.engines.kv import PreallocatedLayer, cache_argument, new_cache
-from workbench.engines.layers import use_stored_weights
+from workbench.engines.layers import StoredLinear, use_stored_weights
 from workbench.engines.resident import ResidentWeights
-from workbench.engines.sampling import next_token
+from workbench.engines.setting import Setting
 from workbench.engines.stats import StepClock, TokenStats
-from workbench.engines.tokenizer import store_tokenizer
-from workbench.errors import AblationError, BudgetError, DataError, StoreError
+from workbench.engines.text import TextEngine
+from workbench.errors import AblationError, BudgetError, DataError, StoreError, WorkbenchError
+from workbench.flash.placement import Placement, check_present, read_placement
 from workbench.flash.reader import FlashReader, aligned_buffer
 from workbench.flash.store import Store
 from workbench.models import family
@@ -29,42 +30,36 @@ from workbench.predictor.low_rank import Predictors
 from workbench.spec import RunSpec
 
 
-@dataclass(frozen=True)
-class Step:
-    """One generated token: its id, the text that it adds, and what it cost."""
+class TorchCpuEngine(TextEngine):
+    """Runs a store on the CPU. Not for several threads at once, but for `check`.
 
-    token: int
-    text: str
-    stats: TokenStats
-
-
-class TorchCpuEngine:
-    """Runs a store on the CPU. Not for several threads at once.
-
-    `ablation` may be set at any time and holds from the next token on. `plan` says where the DRAM goes. Close it, or
-    use it in `with`, to give back its threads and files.
+    `setting`, or its parts `ablation`, `run` and `predictors`, may be set at any time and hold from the next token on;
+    the text so far (the KV cache) stays. What cannot be is refused at once; what fails while it is being set up (flash
+    that cannot be read) leaves the former setting in use. `plan` says where the DRAM goes. Close it, or use it in
+    `with`, to give back its threads, files and DRAM.
     """
 
     backend = "torch-cpu"
 
     def __init__(self, store: Store, ablation: Ablation, predictors: Predictors | None, run: RunSpec):
-        self.store, self.run, self.predictors = store, run, predictors
-        self.spec, self.family = store.spec, family(store.spec.model_type)
-        if predictors is not None:
-            predictors.check(store.spec, fingerprint(store.activated_rows(i) for i in range(store.spec.num_layers)))
-        self._check(ablation)
-        self.plan = plan_dram(store, ablation, predictors, run)
-        self.threads = run.compute_threads or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+        self.store, self.spec, self.family = store, store.spec, family(store.spec.model_type)
+        self.position = 0
+        self._fingerprint: str | None = None
+        self._placement: Placement | None = None
+        self._wanted = Setting(ablation, run, predictors)
+        self._present: Setting | None = None  # what is set up; None while it is not known to be whole
+        self.plan = self.check(self._wanted)
         self.clock = StepClock()
         self.reader: FlashReader | None = None
+        self._spare: tuple[tuple[str, int, int], FlashReader] | None = None  # opened when a setting asked for it
         self.model: Any = self.family.skeleton(store.spec)
-        self.weights = ResidentWeights(store, self.model, self.clock)
+        self.weights: Any = ResidentWeights(store, self.model, self.clock)
+        self.cache: Any = None
+        self.shared: Any = None  # Shared, once set up
         self.ffns: list[FlashFFN] = []
-        self._ablation, self._wanted = ablation, ablation
-        self._packed: list[PackedPredictor] | None = None
-        self._tokenizer: Any = None
+        self._closed = False
         try:
-            self._set_up(ablation)
+            self._set_up(self._wanted)
         except BaseException:
             self.close()
             raise
@@ -79,86 +74,197 @@ class TorchCpuEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has given everything back."""
+        return self._closed
+
     def close(self) -> None:
         """Give back files, threads and DRAM. The engine cannot be used afterwards."""
-        if self.reader is not None:
-            self.reader.close()
-        self.ffns, self.reader = [], None
-        self.model, self.cache = None, None
+        self._closed, self._present = True, None
+        for reader in (self.reader, self._spare[1] if self._spare else None):
+            if reader is not None:
+                reader.close()
+        self.ffns, self.reader, self._spare = [], None, None
+        self.model, self.cache, self.weights, self.shared = None, None, None, None
 
     def reset(self) -> None:
         """Forget the text so far: KV cache and neuron windows."""
+        self._refuse_closed()
         self.cache = new_cache(self.spec, context_tokens(self.store, self.run))
         self.position = 0
         for ffn in self.ffns:
             ffn.clear()
 
-    # ablation
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise BudgetError("engine: it is closed; load the store again")
+
+    # setting
+
+    @property
+    def setting(self) -> Setting:
+        """Techniques, run and predictors from the next token on."""
+        return self._wanted
+
+    @setting.setter
+    def setting(self, value: Setting) -> None:
+        self._refuse_closed()
+        self.check(value)  # refused now, not in the middle of a token
+        self._open_ahead(value)
+        self._wanted = value
 
     @property
     def ablation(self) -> Ablation:
         """The techniques in use from the next token on."""
-        return self._wanted
+        return self._wanted.ablation
 
     @ablation.setter
     def ablation(self, value: Ablation) -> None:
-        self._check(value)
-        plan_dram(self.store, value, self.predictors, self.run)  # refused now, not in the middle of a token
-        self._wanted = value
+        self.setting = dataclasses.replace(self._wanted, ablation=value)
 
-    def _check(self, ablation: Ablation) -> None:
-        if ablation.predictor == "low_rank" and self.predictors is None:
+    @property
+    def run(self) -> RunSpec:
+        """How the pipeline runs from the next token on. `seed` holds for the next `generate`."""
+        return self._wanted.run
+
+    @run.setter
+    def run(self, value: RunSpec) -> None:
+        self.setting = dataclasses.replace(self._wanted, run=value)
+
+    @property
+    def predictors(self) -> Predictors | None:
+        """The predictors from the next token on, such as `engine.predictors.at(0.02)` for other thresholds."""
+        return self._wanted.predictors
+
+    @predictors.setter
+    def predictors(self, value: Predictors | None) -> None:
+        self.setting = dataclasses.replace(self._wanted, predictors=value)
+
+    def check(self, setting: Setting) -> DramPlan:
+        """Where the DRAM would go. AblationError, PredictorError, StoreError (not placed) or
+        BudgetError when that cannot run, or when its
+        context is shorter than the text so far. Changes nothing; any thread may ask while another makes tokens."""
+        if setting.ablation.predictor == "low_rank" and setting.predictors is None:
             raise AblationError(
                 "ablation: predictor='low_rank' needs trained predictors; "
                 "pass --predictors DIR or use predictor='oracle'"
             )
+        if setting.predictors is not None:
+            if self._fingerprint is None:
+                rows = (self.store.activated_rows(i) for i in range(self.spec.num_layers))
+                self._fingerprint = fingerprint(rows)
+            setting.predictors.check(self.spec, self._fingerprint)
+        if setting.ablation.placement:
+            if self._placement is None:
+                self._placement = read_placement(self.store)
+            check_present(self._placement)
+        capacity = context_tokens(self.store, setting.run)
+        if capacity < self.position:
+            raise BudgetError(
+                f"{self.store.path}: a context of {capacity} is shorter than the text so far, {self.position} tokens; "
+                "reset first, or ask for a larger context"
+            )
+        return plan_dram(self.store, setting.ablation, setting.predictors, setting.run)
 
-    def _apply(self) -> None:
-        if self._wanted is not self._ablation and self._wanted != self._ablation:
-            self.plan = plan_dram(self.store, self._wanted, self.predictors, self.run)
-            self._set_up(self._wanted)
+    def _open_ahead(self, setting: Setting) -> None:
+        """Open the reader that a setting asks for, so that flash which cannot be read that way is refused now."""
+        if self._spare is not None and self._spare[0] != setting.reader:
+            self._spare[1].close()
+            self._spare = None
+        if self._spare is None and (self._present is None or self._present.reader != setting.reader):
+            reader = FlashReader(setting.ablation.io, setting.run.depth, setting.run.chunk_bytes)
+            try:
+                for path in (self.store.bundled_path, self.store.split_path, self.store.resident_path):
+                    reader.close_file(reader.open(path))
+            except BaseException:
+                reader.close()
+                raise
+            self._spare = (setting.reader, reader)
 
-    def _set_up(self, ablation: Ablation) -> None:
-        """Bring the engine from its present ablation to another. What need not change, stays."""
-        before, first = self._ablation, not self.ffns
-        self._ablation = ablation
-        if first or before.io != ablation.io:
-            if self.reader is not None:
-                self.reader.close()
-            self.reader = FlashReader(ablation.io, self.run.depth, self.run.chunk_bytes)
-            bundled, split = self.reader.open(self.store.bundled_path), self.reader.open(self.store.split_path)
-        else:
-            bundled, split = self.ffns[0].shared.bundled, self.ffns[0].shared.split
-        assert self.reader is not None
-        if first:
-            use_stored_weights(self.model, self.store.dtype, self.threads)
-            self.shared = Shared(
-                self.store, self.run, self.clock, ablation, self.reader, bundled, split, aligned_buffer(0),
-                slot_bytes(self.store), self.threads,
-            )  # fmt: skip
-        if len(self.shared.scratch) != self.plan.scratch_bytes:
-            self.shared.scratch = aligned_buffer(self.plan.scratch_bytes)
-        self.shared.ablation, self.shared.reader = ablation, self.reader
-        self.shared.bundled, self.shared.split = bundled, split
-        old_slots = [ffn.slots.capacity if ffn.slots is not None else 0 for ffn in self.ffns]
-        keep_slots = not first and (before.predictor == "off") == (ablation.predictor == "off")
-        keep_slots = keep_slots and old_slots == list(self.plan.slots)
-        if not keep_slots:  # given back before anything new is filled
+    def settle(self) -> None:
+        """Set up what is wanted now; the next token would do it. Where that fails, the setting is the former again."""
+        self._refuse_closed()
+        wanted, former = self._wanted, self._present
+        if former is not None and former.same(wanted):
+            return
+        try:
+            self._set_up(wanted)
+        except BaseException:
+            if former is not None:
+                self._wanted = former
+                if self._present is None:
+                    with contextlib.suppress(WorkbenchError):  # flash is gone: the next token says so again
+                        self._set_up(former)
+            raise
+
+    def _set_up(self, new: Setting) -> None:
+        """From the present setting to another. What need not change, stays; what goes is given back before anything
+        new is filled. Until the end the engine counts as half-changed."""
+        old, plan = self._present, self.check(new)
+        self._open_ahead(new)
+        self._present = None
+        shared = self._take_shared(new)
+        if len(shared.scratch) != plan.scratch_bytes:
+            shared.scratch = aligned_buffer(0)
+            shared.scratch = aligned_buffer(plan.scratch_bytes)
+        slots = [ffn.slots.capacity if ffn.slots is not None else 0 for ffn in self.ffns]
+        keep_slots = old is not None and (old.ablation.predictor == "off") == (new.ablation.predictor == "off")
+        keep_slots = keep_slots and slots == list(plan.slots)
+        if old is not None and new.ablation.predictor == "off":  # which neurons stay goes by their places on flash
+            keep_slots = keep_slots and old.ablation.placement == new.ablation.placement
+        if not keep_slots:
             for ffn in self.ffns:
                 ffn.slots = None
-        if first or before.hybrid != ablation.hybrid:
-            self._bind_resident(ablation.hybrid)
-        if ablation.predictor == "low_rank" and self._packed is None:
-            assert self.predictors is not None
-            self._packed = [PackedPredictor(layer) for layer in self.predictors.layers]
+        for layer in self.cache.layers if self.cache is not None else ():
+            layer.resize(context_tokens(self.store, new.run))
+        if old is None or old.ablation.hybrid != new.ablation.hybrid:
+            self._bind_resident(shared, new.ablation.hybrid)
+        low_rank = new.ablation.predictor == "low_rank"
         for index, ffn in enumerate(self.ffns):
-            ffn.predictor = self._packed[index] if self._packed else None
+            if low_rank and (ffn.predictor is None or old is None or old.predictors is not new.predictors):
+                assert new.predictors is not None
+                ffn.predictor = PackedPredictor(new.predictors.layers[index])
+            elif not low_rank:
+                ffn.predictor = None
             if not keep_slots:
-                ffn.set_slots(self.plan.slots[index])
-            elif before.windowing != ablation.windowing:
+                ffn.set_slots(plan.slots[index])
+            elif old is not None and old.ablation.windowing != new.ablation.windowing:
                 ffn.clear()
+        self._present, self.plan = new, plan
 
-    def _bind_resident(self, hybrid: bool) -> None:
+    def _take_shared(self, new: Setting) -> Shared:
+        """What all layers have in common, with the reader and the threads of a setting."""
+        threads = compute_threads(new.run)
+        if self._spare is not None:
+            former, self.reader, self._spare = self.reader, self._spare[1], None
+            if former is not None:
+                former.close()
+            files = (self.reader.open(self.store.bundled_path), self.reader.open(self.store.split_path))
+            if self.shared is not None:
+                self.shared.placed = None
+        else:
+            files = (self.shared.bundled, self.shared.split)
+        assert self.reader is not None
+        if self.shared is None:
+            use_stored_weights(self.model, self.store.dtype, threads)
+            self.shared = Shared(
+                self.store, new.run, self.clock, new.ablation, self.reader, *files, aligned_buffer(0),
+                slot_bytes(self.store), threads,
+            )  # fmt: skip
+        shared: Shared = self.shared
+        if shared.threads != threads:
+            for module in self.model.modules():
+                if isinstance(module, StoredLinear):
+                    module.threads = threads
+        shared.ablation, shared.run, shared.reader, shared.threads = new.ablation, new.run, self.reader, threads
+        shared.bundled, shared.split = files
+        if new.ablation.placement and shared.placed is None:
+            assert self._placement is not None
+            shared.placed, shared.placement = self.reader.open(self._placement.placed_path), self._placement
+        return shared
+
+    def _bind_resident(self, shared: Shared, hybrid: bool) -> None:
         assert self.reader is not None
         if hybrid:
             self.weights.make_resident(self.reader)
@@ -166,7 +272,7 @@ class TorchCpuEngine:
             self.weights.make_streamed()
         layers = range(self.spec.num_layers)
         if not self.ffns:
-            self.ffns = [FlashFFN(self.shared, i, self._biases(i)) for i in layers]
+            self.ffns = [FlashFFN(shared, i, self._biases(i)) for i in layers]
             for i, ffn in enumerate(self.ffns):
                 self.family.install(self.model, i, ffn)
                 self._layer(i).register_forward_pre_hook(self._before_layer(i))
@@ -196,8 +302,8 @@ class TorchCpuEngine:
 
     def _before_layer(self, index: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            if not self._ablation.hybrid:
-                assert self.reader is not None
+            assert self.reader is not None
+            if not self.shared.ablation.hybrid:
                 self.weights.load(self.reader, f"layer.{index}")
 
         return hook
@@ -206,16 +312,19 @@ class TorchCpuEngine:
 
     def _forward(self, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
         """Logits float32 [keep, vocab] of the last of `ids` [tokens], which follow the text so far."""
-        if self.reader is None:
-            raise BudgetError("engine: it is closed; load the store again")
-        self._check_length(self.position + len(ids))
-        if not self._ablation.hybrid:
+        assert self.reader is not None
+        self.check_length(self.position + len(ids))
+        if not self.shared.ablation.hybrid:
             self.weights.load(self.reader, "embed")
             self.weights.load(self.reader, "head")
-        with torch.no_grad(), _torch_threads(1 if len(ids) == 1 else self.threads):
-            out = self.model(
-                input_ids=ids[None], use_cache=True, logits_to_keep=keep, **{self._cache_argument: self.cache}
-            )
+        with torch.no_grad(), _torch_threads(1 if len(ids) == 1 else self.shared.threads):
+            try:
+                out = self.model(
+                    input_ids=ids[None], use_cache=True, logits_to_keep=keep, **{self._cache_argument: self.cache}
+                )
+            except BaseException:
+                self.rewind(self.position)  # the first layers have keys of tokens that the others never saw
+                raise
         self.position += len(ids)
         logits = out.logits[0].float()
         if not torch.isfinite(logits).all():
@@ -226,7 +335,7 @@ class TorchCpuEngine:
 
     def step(self, token: int) -> tuple[torch.Tensor, TokenStats]:
         """Take one token; logits [vocab] for the next, and what it cost."""
-        self._apply()
+        self.settle()
         self.clock.begin()
         logits = self._forward(torch.tensor([token]))[-1]
         return logits, self.clock.finish(self.position - 1)
@@ -240,7 +349,7 @@ class TorchCpuEngine:
             raise DataError("prompt: it has no tokens; give at least one word")
         if not 0 <= keep <= len(ids):
             raise ValueError(f"keep={keep} is not in 0..{len(ids)}, the tokens given")
-        self._apply()
+        self.settle()
         self.clock.begin()
         logits = self._forward(torch.tensor(ids), max(1, keep))
         return logits if keep else logits[-1], self.clock.finish(self.position - 1)
@@ -254,74 +363,6 @@ class TorchCpuEngine:
             assert isinstance(layer, PreallocatedLayer)
             layer.rewind(position)
         self.position = position
-
-    def logits(self, input_ids: Any) -> torch.Tensor:
-        """Teacher-forced, token by token, from an empty context: [T] -> float32 [T, vocab]."""
-        self.reset()
-        return torch.stack([self.step(int(token))[0] for token in input_ids])
-
-    def generate(
-        self,
-        prompt: str | list[int],
-        max_new_tokens: int = 64,
-        *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-    ) -> Iterator[Step]:
-        """Continue a prompt, from an empty context, one token at a time; greedy unless `temperature` is given.
-
-        The first step's stats are those of the prompt. Ends at the end-of-text token, or after `max_new_tokens`.
-        """
-        ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_length(len(ids) + max_new_tokens - 1)
-        generator = torch.Generator().manual_seed(self.run.seed if seed is None else seed)
-        end = self.spec.config.get("eos_token_id")
-        ends = set(end) if isinstance(end, list) else {end}
-        self.reset()
-        logits, stats = self.prefill(ids)
-        made: list[int] = []
-        shown = ""
-        for count in range(max_new_tokens):
-            token = next_token(logits, temperature, top_p, generator)
-            made.append(token)
-            whole = self._text(made)
-            # a character that is not complete yet is shown with the token that completes it
-            text = "" if whole.endswith("\ufffd") else whole[len(shown) :]
-            shown += text
-            yield Step(token, text, stats)
-            if token in ends or count + 1 == max_new_tokens:
-                return
-            logits, stats = self.step(token)
-
-    def _check_length(self, tokens: int) -> None:
-        """BudgetError when a text of that many tokens does not fit the KV cache."""
-        capacity, positions = context_tokens(self.store, self.run), self.spec.max_positions
-        if tokens > capacity:
-            larger = (
-                f" or pass a larger --context (the model has {positions} positions)" if capacity < positions else ""
-            )
-            raise BudgetError(
-                f"{self.store.path}: {tokens} tokens of prompt and new text do not fit the context of {capacity}; "
-                f"ask for a shorter text{larger}"
-            )
-
-    def _encode(self, prompt: str) -> list[int]:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise DataError("prompt: it is not valid UTF-8; give it as text") from None
-        return self.tokenizer(prompt)["input_ids"]
-
-    def _text(self, ids: list[int]) -> str:
-        return "" if self.store.tokenizer_path is None else self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The store's tokenizer. DataError when the checkpoint came without one."""
-        if self._tokenizer is None:
-            self._tokenizer = store_tokenizer(self.store)
-        return self._tokenizer
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import AblationError, DataError
 from workbench.experiments.flash_bench import random_throughput
 from workbench.experiments.record import SCHEMA, commit, machine, model_name, run_info, write_json
+from workbench.flash.placement import read_placement
 from workbench.flash.store import Store
 from workbench.kernels.bandwidth import read_bandwidth
 from workbench.predictor.low_rank import Predictors
@@ -83,11 +84,13 @@ def ablate(
     partial: Path | None = None,
     progress: Progress | None = None,
     command: str | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run each row over `text` (int64 [at least prompt + 9 tokens]) and return a record of kind ablation.
 
     A row ends after `tokens` counted tokens, or when it has run for `row_seconds` and has counted at least 4. Finished
-    rows are kept in `partial`: the same request made again goes on after them. AblationError when a row cannot run.
+    rows are kept in `partial`: the same request made again goes on after them. `data`: the card of the text, kept in
+    the record. AblationError when a row cannot run.
     """
     run = run or RunSpec()
     rows = dict(rows if rows is not None else default_rows(predictors))
@@ -98,6 +101,8 @@ def ablate(
         raise AblationError(
             "ablation: predictor='low_rank' needs trained predictors; pass --predictors DIR or use predictor='oracle'"
         )
+    if any(a.placement for a in rows.values()):
+        read_placement(store)  # refused now, not after the rows before it
     text = text[: prompt + WARM_UP + tokens]
     request = _request(store, predictors, text, rows, run, prompt, row_seconds)
     done = _load_partial(partial, request)
@@ -122,7 +127,7 @@ def ablate(
         "run": run_info(
             model_name(store), store.spec, store.dtype, tokens=len(text) - prompt - WARM_UP, io=engines,
             window=run.window, dram=run.dram,
-            seed=run.seed, predictors=predictors_name, command=command,
+            seed=run.seed, predictors=predictors_name, command=command, data=data,
         ),
         "rows": [done[name] for name in rows],
     }  # fmt: skip

@@ -67,7 +67,7 @@ def read_text(data: str | Path, tokenizer: Any, span: tuple[int, int | None], to
     marked = list(tokenizer("a")["input_ids"])
     prefix = marked[: len(marked) - len(plain)] if marked[-len(plain) :] == plain else []
     prefix = prefix or [end_of_text(tokenizer)]
-    card, ids = DataCard(Path(data).name), list[int]()
+    card, ids = DataCard.of(data), list[int]()
     for document in documents(data, *span):
         own = encode(tokenizer, [document])[0]
         card.add(document, len(own))

@@ -17,7 +17,7 @@ from workbench.experiments.convert import convert
 from workbench.experiments.flash_bench import bench_flash
 from workbench.experiments.record import write_json
 from workbench.experiments.reuse import analyze_reuse
-from workbench.experiments.text import window_of
+from workbench.experiments.text import window_and_card
 from workbench.flash.reader import FlashReader
 from workbench.flash.store import Store
 from workbench.predictor.config import PredictorSpec
@@ -68,13 +68,13 @@ def demo(
         out=root / "predictors",
         progress=stage("train predictors for all layers"),
     )
-    window = window_of(held_out(text), store, PROMPT + WARM_UP + tokens)
+    window, card = window_and_card(text, store, PROMPT + WARM_UP + tokens, _held_out)
     rows = {**PAPER_ROWS, **_beyond()}
     ablation = ablate(
         store, predictors, window, rows=rows, run=RunSpec(dram=dram, seed=seed, context=256),
         prompt=PROMPT, tokens=tokens,
         predictors_name="trained by this run", partial=root / "ablation.partial.json",
-        progress=stage("run every row of table 2"), command=command,
+        progress=stage("run every row of table 2"), command=command, data=card,
     )  # fmt: skip
     write_json(root / "ablation.json", ablation)
     (root / "ablation.partial.json").unlink(missing_ok=True)
@@ -97,7 +97,11 @@ def _beyond() -> dict[str, Any]:
 
 def held_out(text: str | Path) -> Iterator[str]:
     """The documents of a corpus that predictors were not trained on."""
-    return (doc for doc in documents(text) if split_of(doc, TRAINING.validation_share) == "test")
+    return (doc for doc in documents(text) if _held_out(doc))
+
+
+def _held_out(text: str) -> bool:
+    return split_of(text, TRAINING.validation_share) == "test"
 
 
 def shipped_predictors() -> Predictors:

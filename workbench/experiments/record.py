@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,9 @@ def run_info(
     seed: int | None = None,
     predictors: str = "",
     command: str | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The `run` part of a record."""
+    """The `run` part of a record. `data`: the card of the text that was read (`DataCard.as_dict()`)."""
     return {
         "model": model,
         "geometry": geometry(spec),
@@ -112,6 +114,7 @@ def run_info(
         "synthetic": bool(spec.config.get("synthetic", False)),
         "predictors": predictors,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        **({"data": dict(data)} if data is not None else {}),
     }
 
 

@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from workbench.analysis.reuse import reuse
-from workbench.analysis.sparsity import zeros_by_layer
-from workbench.capture.activations import active_neurons, dense, tokenizer
-from workbench.capture.text import documents, token_windows
+from workbench.analysis.reuse import aggregated_use, reuse
 from workbench.errors import DataError
+from workbench.experiments.active import ActiveText, Progress, ids_by_token
 from workbench.experiments.record import SCHEMA, machine, run_info
-from workbench.models import family
-from workbench.models.checkpoint import Checkpoint
-from workbench.models.hub import locate
-from workbench.models.weights import Weights
 
 WINDOWS = (0, 1, 2, 4, 8, 16, 32)
-SEQUENCE = 256
-Progress = Callable[[str, int, int], None]
-
-
-def capture_active(
-    model: str | Path, data: str | Path, tokens: int, progress: Progress | None
-) -> tuple[Any, list[list[list[np.ndarray]]]]:
-    """The model's spec, and the active neurons by window of text, layer and token."""
-    path, name = locate(model)
-    with Checkpoint(path, name) as checkpoint:
-        spec = Weights(checkpoint).spec  # transformers' own config does not keep thresholds
-    loaded = dense(model)
-    ups = family(spec.model_type).activated_linears(loaded)
-    sequence = min(SEQUENCE, spec.max_positions)
-    count = max(1, tokens // sequence)
-    found: list[list[list[np.ndarray]]] = []
-    for window in islice(token_windows(documents(data), tokenizer(model), sequence), count):
-        found.append(active_neurons(loaded, ups, [window], spec.thresholds))
-        if progress:
-            progress("active neurons", len(found) * sequence, count * sequence)
-    if not found:
-        raise DataError(f"{data}: fewer than {sequence} tokens; give --data with more text")
-    return spec, found
+SHARES = ("kept_share", "new_share")
 
 
 def analyze_reuse(
@@ -52,57 +24,59 @@ def analyze_reuse(
     *,
     windows: Sequence[int] = WINDOWS,
     tokens: int = 4096,
+    device: str = "cpu",
     progress: Progress | None = None,
     command: str | None = None,
 ) -> dict[str, Any]:
     """A record of kind reuse: for each window the share of the FFN kept in DRAM and new with each token.
 
     Of the dense model's true activations on `tokens` tokens of text. Each stretch of 256 tokens is taken by itself,
-    and counted once its window is full; shares are means over stretches and layers.
+    and counted once its window is full; shares are means over stretches and layers. `aggregated` has s_agg(k), the
+    neurons that k tokens in a row use together, as a share of d_ff: `tokens` lists k, `mean` and each entry of
+    `by_layer` the shares, up to half a stretch: a longer one has few places, most of which hold the first token of the
+    text, which uses far more neurons than others do. Memory holds the active neurons of one stretch.
     """
-    spec, found = capture_active(model, data, tokens, progress)
-    by_layer = []
-    for layer in range(spec.num_layers):
-        points = [reuse(stretch[layer], spec.d_ff, windows) for stretch in found]
-        for index, window in enumerate(windows):
-            by_layer.append(
-                {
-                    "layer": layer,
-                    "window": window,
-                    "kept_share": float(np.mean([p[index].kept_share for p in points])),
-                    "new_share": float(np.mean([p[index].new_share for p in points])),
-                }
-            )
-    rows = []
-    for window in windows:
-        own = [point for point in by_layer if point["window"] == window]
-        rows.append({"window": window, **{k: float(np.mean([p[k] for p in own])) for k in ("kept_share", "new_share")}})
-    counted = sum(len(stretch[0]) for stretch in found)
+    text = ActiveText(model, data, tokens, device)
+    spec, lengths = text.spec, stretch_lengths(text.sequence // 2)
+    if max(windows) >= text.sequence:
+        raise DataError(f"a window of {max(windows)} tokens has no room in stretches of {text.sequence}; leave it out")
+    shares = np.zeros((spec.num_layers, len(windows), len(SHARES)))
+    aggregated = np.zeros((spec.num_layers, len(lengths)))
+
+    def sink(layer: int, mask: torch.Tensor) -> None:
+        counts, ids = ids_by_token(mask, np.uint32)
+        uses = np.split(ids.astype(np.int64), np.cumsum(counts)[:-1])
+        shares[layer] += [[point.kept_share, point.new_share] for point in reuse(uses, spec.d_ff, windows)]
+        aggregated[layer] += aggregated_use(uses, lengths[-1])[lengths] / spec.d_ff
+
+    stretches = text.run(sink, progress=progress)
+    shares, aggregated = shares / stretches, aggregated / stretches
     return {
         "schema": SCHEMA,
         "kind": "reuse",
-        "machine": machine(Path(".")),
-        "run": run_info(Path(model).name, spec, "float32", tokens=counted, io="", command=command),
-        "rows": rows,
-        "by_layer": by_layer,
+        "machine": {**machine(Path(".")), "device": device},
+        "run": run_info(
+            text.name, spec, text.dtype, tokens=stretches * text.sequence, io="", command=command, data=text.card
+        ),
+        "rows": [{"window": window, **_named(mean)} for window, mean in zip(windows, shares.mean(axis=0), strict=True)],
+        "by_layer": [
+            {"layer": layer, "window": window, **_named(own)}
+            for layer, of_layer in enumerate(shares)
+            for window, own in zip(windows, of_layer, strict=True)
+        ],
+        "aggregated": {
+            "tokens": lengths,
+            "mean": aggregated.mean(axis=0).tolist(),
+            "by_layer": aggregated.tolist(),
+        },
     }
 
 
-def analyze_sparsity(
-    model: str | Path,
-    data: str | Path,
-    *,
-    tokens: int = 4096,
-    progress: Progress | None = None,
-    command: str | None = None,
-) -> dict[str, Any]:
-    """A record of kind sparsity: the share of zeros in each layer's FFN activations on text (section 3.1)."""
-    spec, found = capture_active(model, data, tokens, progress)
-    uses = [[ids for stretch in found for ids in stretch[layer]] for layer in range(spec.num_layers)]
-    return {
-        "schema": SCHEMA,
-        "kind": "sparsity",
-        "machine": machine(Path(".")),
-        "run": run_info(Path(model).name, spec, "float32", tokens=len(uses[0]), io="", command=command),
-        "rows": [{"layer": i, "zeros": float(z)} for i, z in enumerate(zeros_by_layer(uses, spec.d_ff))],
-    }
+def stretch_lengths(longest: int) -> list[int]:
+    """k from 0 to `longest`: every one to 16, then about four to each doubling."""
+    grown = {round(16 * 2 ** (step / 4)) for step in range(4 * max(0, longest.bit_length() - 4) + 4)}
+    return sorted(k for k in {*range(17), *grown, longest} if k <= longest)
+
+
+def _named(pair: np.ndarray) -> dict[str, float]:
+    return dict(zip(SHARES, (float(value) for value in pair), strict=True))

@@ -16,6 +16,7 @@ FORMAT = "flash-workbench store"
 VERSION = 2
 MANIFEST = "store.json"
 SELF = "self_sha256"
+REMEDY = "convert the model again"
 RESIDENT, BUNDLED, SPLIT = "resident.safetensors", "ffn.bundled", "ffn.split"
 WEIGHT_FILES = (RESIDENT, BUNDLED, SPLIT)
 _SPEC_FIELDS = {field.name: field.type for field in fields(ModelSpec)}
@@ -60,10 +61,11 @@ def seal(manifest: dict[str, Any]) -> bytes:
     return head + key + digest + tail[64:]
 
 
-def _check_seal(file: Path, raw: bytes, digest: str) -> None:
+def check_seal(file: Path, raw: bytes, digest: str, remedy: str = REMEDY) -> None:
+    """StoreError unless `raw`, the file's bytes, are those that `seal` gave the digest of."""
     head, key, tail = raw.rpartition(digest.encode())
     if not key or hashlib.sha256(head + b"0" * 64 + tail).hexdigest() != digest:
-        raise StoreError(f"{file}: damaged (another SHA-256 than its own field {SELF} says); convert the model again")
+        raise StoreError(f"{file}: damaged (another SHA-256 than its own field {SELF} says); {remedy}")
 
 
 def build(spec: ModelSpec, dtype: str, layout: RecordLayout, **tables: Any) -> dict[str, Any]:
@@ -81,37 +83,38 @@ def build(spec: ModelSpec, dtype: str, layout: RecordLayout, **tables: Any) -> d
 class Fields:
     """Typed look-ups in a JSON object; StoreError names the file and the field that is missing or wrong."""
 
-    def __init__(self, path: Path, value: Any, where: str = "") -> None:
+    def __init__(self, path: Path, value: Any, where: str = "", remedy: str = REMEDY) -> None:
         if not isinstance(value, dict):
-            raise StoreError(f"{path}: {where or 'the file'} is not a JSON object; convert the model again")
-        self.path, self.value, self.where = path, value, where
+            raise StoreError(f"{path}: {where or 'the file'} is not a JSON object; {remedy}")
+        self.path, self.value, self.where, self.remedy = path, value, where, remedy
 
     def get(self, key: str, kind: type) -> Any:
         """The field `key`, of type `kind` (an int is no bool and not negative)."""
         name = f"{self.where}.{key}" if self.where else key
         if key not in self.value:
-            raise StoreError(f"{self.path}: field {name} is missing; convert the model again")
+            raise StoreError(f"{self.path}: field {name} is missing; {self.remedy}")
         found = self.value[key]
         if type(found) is not kind or (kind is int and found < 0):
-            raise StoreError(f"{self.path}: field {name} is {str(found)[:40]!r}, not {kind.__name__}; convert again")
+            raise StoreError(f"{self.path}: field {name} is {str(found)[:40]!r}, not {kind.__name__}; {self.remedy}")
         return found
 
     def inner(self, key: str) -> Fields:
         """The field `key`, an object."""
-        return Fields(self.path, self.get(key, dict), f"{self.where}.{key}" if self.where else key)
+        return Fields(self.path, self.get(key, dict), f"{self.where}.{key}" if self.where else key, self.remedy)
 
     def items(self, key: str, count: int | None = None) -> list[Fields]:
         """The field `key`, a list of objects (`count` of them, where given)."""
         found = self.get(key, list)
         if count is not None and len(found) != count:
-            raise StoreError(f"{self.path}: field {key} has {len(found)} entries, not {count}; convert the model again")
-        return [Fields(self.path, item, f"{self.where}.{key}[{i}]".lstrip(".")) for i, item in enumerate(found)]
+            raise StoreError(f"{self.path}: field {key} has {len(found)} entries, not {count}; {self.remedy}")
+        names = (f"{self.where}.{key}[{i}]".lstrip(".") for i in range(len(found)))
+        return [Fields(self.path, item, name, self.remedy) for item, name in zip(found, names, strict=True)]
 
     def digest(self, key: str = "sha256") -> str:
         """The field `key`, a SHA-256 in lower-case hex."""
         found = self.get(key, str)
         if len(found) != 64 or set(found) - set("0123456789abcdef"):
-            raise StoreError(f"{self.path}: field {self.where}.{key} is not a SHA-256; convert the model again")
+            raise StoreError(f"{self.path}: field {self.where}.{key} is not a SHA-256; {self.remedy}")
         return found
 
     def ranged(self, *numbers: str) -> None:
@@ -141,7 +144,7 @@ def load(path: Path) -> dict[str, Any]:
     if version != VERSION:
         remedy = "install a newer workbench" if version > VERSION else "convert the model again"
         raise StoreError(f"{file}: format version {version}, this workbench reads version {VERSION}; {remedy}")
-    _check_seal(file, text, manifest.digest(SELF))
+    check_seal(file, text, manifest.digest(SELF))
     return manifest.value
 
 

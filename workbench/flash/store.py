@@ -236,13 +236,17 @@ def regions(manifest: dict[str, Any]) -> list[Region]:
 
 
 def verify(path: str | Path, progress: Progress | None = None) -> None:
-    """Check a store whole: what `Store.open` checks, then every region's and file's SHA-256.
+    """Check a store whole: what `Store.open` checks, then every region's and file's SHA-256, and its placement's.
 
     StoreError names the file, the layer, the region's first byte and the remedy. `progress(file, bytes, bytes)`.
     """
+    from workbench.flash import placement  # which needs Store
+
     store = Store.open(path)
     table = regions(store.manifest)
     total = sum(region.nbytes for region in table) + sum(e["nbytes"] for e in store.manifest["tokenizer"].values())
+    placed = placement.read_placement(store).nbytes if placement.is_placed(store) else 0
+    total += placed
     done = 0
     for name in WEIGHT_FILES:
         whole = hashlib.sha256()
@@ -267,6 +271,10 @@ def verify(path: str | Path, progress: Progress | None = None) -> None:
         done += entry["nbytes"]
         if progress:
             progress(name, done, total)
+    if placed:
+        placement.verify_placement(store, progress, done, total)
+        if progress:
+            progress(placement.ORDER, total, total)
 
 
 @contextmanager

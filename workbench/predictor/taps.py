@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -121,6 +122,15 @@ class Taps:
                 self.sink(layer, Sample(sample.x, sample.own, sample.z, size))
 
         return hook
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Taken off the model for as long as the block runs."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def __enter__(self) -> Taps:
         if self.view.input == "before_norm":

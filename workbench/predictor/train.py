@@ -29,6 +29,7 @@ from workbench.predictor.low_rank import LayerPredictor, Predictors
 from workbench.predictor.quantise import store
 from workbench.predictor.request import Choice, finished, partial_of, read_choice, write_choice
 from workbench.predictor.trainer import Progress, Trainer, batch_windows, choose_micro_windows
+from workbench.predictor.watch import Watch, Watcher
 from workbench.spec import ITEMSIZE, ModelSpec
 from workbench.training.claim import claimed
 from workbench.training.distributed import World, connect
@@ -57,6 +58,8 @@ def train_predictors(
     logs: str | Path | None = None,
     fused: bool | None = None,
     trust_remote_code: bool = False,
+    watch: Watch | None = None,
+    interrupts: Interrupts | None = None,
 ) -> Predictors:
     """Train low-rank predictors (paper section 3.1) for every FFN layer of `model` on the text `data`.
 
@@ -68,13 +71,15 @@ def train_predictors(
     sums, and a run may go on with another number of processes. The first one alone writes and shows progress; only it
     needs OUT. All need the checkpoint and the text.
 
-    model: checkpoint directory or hub id. data: see `workbench.capture.text`. progress(stage, done, total): tokens
+    model: checkpoint directory or hub id. data: see `workbench.capture.sources`. progress(stage, done, total): tokens
     ('ranks': layers). device 'cpu' or 'cuda'. dtype of the dense model: 'auto' is bfloat16 on CUDA; on the CPU float32
     where it fits in the memory that is free, else bfloat16. memory_bytes bounds the captured activations [a third of
     what is free, at most 512 MiB on the CPU and 32 GiB on CUDA]. An interrupted run's choice of both is kept.
     checkpoint_seconds between saved states. logs: folder for TensorBoard's event files. fused: the loss's slope as one
     compiled kernel, equal within rounding [on CUDA]. trust_remote_code: let a tokenizer run code that the checkpoint
-    brings along.
+    brings along. watch: called at most a few times a second with the losses so far, and with the quality on a part of
+    the held-out text (`workbench.predictor.watch`); the result does not depend on it. interrupts: the caller's own,
+    whose `stop()` ends the run from another thread as Ctrl-C does.
 
     Raises PredictorError (OUT belongs to another request, cannot be written), TrainingError (so does OUT.partial, or a
     process was lost), DataError, CheckpointError, DeviceError; KeyboardInterrupt on Ctrl-C, after the state is saved.
@@ -88,7 +93,10 @@ def train_predictors(
         if done is not None:
             return done
         fused = fused if fused is not None else world.device.type == "cuda"
-        return _run(run, resume, progress, memory_bytes, checkpoint_seconds, logs, fused, trust_remote_code)
+        control = interrupts or Interrupts(GRACE_SECONDS if world.size > 1 else 0.0)
+        return _run(
+            run, resume, progress, memory_bytes, checkpoint_seconds, logs, fused, trust_remote_code, watch, control
+        )
 
 
 @dataclass
@@ -146,12 +154,14 @@ def _run(
     logs: str | Path | None,
     fused: bool,
     trust_remote_code: bool,
+    watch: Watch | None,
+    interrupts: Interrupts,
 ) -> Predictors:
     world, spec, partial = run.world, run.spec, partial_of(run.out)
     with ExitStack() as stack:
         if world.main:
             stack.enter_context(claimed(partial, run.request, resume))
-        interrupts = stack.enter_context(Interrupts(GRACE_SECONDS if world.size > 1 else 0.0))
+        stack.enter_context(interrupts)
         before = world.first(lambda: read_choice(partial))
         dtype = before.dtype if before else _dtype(run)
         words = tokenizer(run.model, trust_remote_code=trust_remote_code)
@@ -174,6 +184,8 @@ def _run(
         if not trainer.restore(partial):
             trainer.initialise()
             trainer.save(writer)
+        if watch and world.main:
+            trainer.watcher = Watcher(watch, {part: windows for part, (windows, _) in held.items()})
         trainer.logs = stack.enter_context(Logs(logs if world.main else None, trainer.step + 1))
         trainer.run(writer, checkpoint_seconds)
         stream.close()  # its thread uses the tokenizer

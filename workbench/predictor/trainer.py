@@ -20,6 +20,7 @@ from workbench.predictor.losses import compiled_slope, slope, weights
 from workbench.predictor.optimise import Group
 from workbench.predictor.quantise import values
 from workbench.predictor.taps import SIZES, Sample, Taps, View
+from workbench.predictor.watch import Watcher
 from workbench.spec import ModelSpec
 from workbench.training.distributed import World
 from workbench.training.interrupts import Interrupts
@@ -85,6 +86,7 @@ class Trainer:
         self.ranks: list[int] = []
         self.allocation: dict[str, Any] | None = None
         self.logs = Logs(None)
+        self.watcher: Watcher | None = None
         self._waiting: list[tuple[int, float, torch.Tensor]] = []
         self._counted = (0, time.monotonic())
 
@@ -259,6 +261,12 @@ class Trainer:
         waiting, self._waiting = self._waiting, []
         for step, at, losses in waiting:
             row = [round(value, 6) for value in losses.tolist()]
+            if not np.isfinite(row).all():
+                layer = int(np.flatnonzero(~np.isfinite(row))[0])
+                raise TrainingError(
+                    f"layer {layer}: the loss is not finite at step {step}; start again with --fresh and a smaller "
+                    "--learning-rate, or in --dtype float32"
+                )
             self.curve["step"].append(step)
             self.curve["loss"].append(row)
             by_group = {g: float(np.mean([row[layer] for layer in g.layers])) for g in self.groups}
@@ -280,11 +288,15 @@ class Trainer:
         self._counted = (self.step * self.batch_tokens, time.monotonic())
         consistent = True
         try:
-            with Taps(self.model, self.ups, self.view, self._sink):
+            with Taps(self.model, self.ups, self.view, self._sink) as taps:
+                if self.watcher:
+                    self.watcher.begun(self)
                 while self.step < self.steps:
                     consistent = False
                     stop = self.one_step()
                     consistent = True
+                    if self.watcher:
+                        self.watcher.after_step(self, taps)
                     if len(self._waiting) >= WAITING_POINTS:
                         self.flush()
                     if time.monotonic() - saved_at >= checkpoint_seconds:

@@ -30,7 +30,7 @@ class TokenSource:
 
     def __init__(self, source: str | Path, words: Any, keep: Callable[[str], bool], start: int = 0) -> None:
         self.source, self.words, self.keep, self.start = source, words, keep, start
-        self.card = DataCard(Path(source).name)
+        self.card = DataCard.of(source)
         self.round = 0
         self._document = start
         self._pending: list[np.ndarray] = []

@@ -100,6 +100,7 @@ def provenance(run: Run, machine: Mapping[str, Any], source: str, method: str) -
         ("seed", "" if run.seed is None else str(run.seed)),
         ("commit", run.commit),
         ("date", run.date),
+        ("text", _text(run.data)),
         ("record", Path(source).name if source != "record" else ""),
     ]
     hardware = [
@@ -122,6 +123,16 @@ def provenance(run: Run, machine: Mapping[str, Any], source: str, method: str) -
         page.element("h2", "Run it again"),
         page.element("pre", run.command),
     ]
+
+
+def _text(card: Mapping[str, Any]) -> str:
+    """A data card in one line; nothing where none was kept."""
+    if not card:
+        return ""
+    return (
+        f"{card['source']}, {card['documents']:,} documents, {card['tokens']:,} tokens, "
+        f"SHA-256 chain {card['sha256'][:16]}"
+    )
 
 
 def write_file(folder: Path, name: str, content: bytes) -> Path:

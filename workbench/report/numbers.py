@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,9 +90,9 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
 
 def short_commit(commit: str) -> str:
-    """Twelve digits of a commit; a mark behind them ('-dirty') stays."""
-    head, dash, mark = commit.partition("-")
-    return head[:12] + dash + mark
+    """Twelve digits of a commit; a mark behind them ('+': the checkout had changes) stays, and so does a version."""
+    digits, mark = re.fullmatch(r"([0-9a-f]{7,40}(?![0-9a-z]))?(.*)", commit, re.DOTALL).groups()  # type: ignore[union-attr]
+    return (digits or "")[:12] + mark
 
 
 def caption(run: Run, machine: Mapping[str, Any]) -> str:

@@ -34,7 +34,8 @@ class PaperRow:
 
 @dataclass(frozen=True)
 class Paper:
-    """All figures: `rows` by name; `throughput` and `reuse` as lists of points; `source` says where
+    """All figures: `rows` by name; `throughput` and `reuse` as lists of points; `sparsity` is the share of
+    zeros by model; `coactivation` what it says in words; `source` says where
     they were measured."""
 
     source: Mapping[str, Any]
@@ -42,6 +43,8 @@ class Paper:
     throughput: tuple[Mapping[str, Any], ...]
     reuse: tuple[Mapping[str, Any], ...]
     predictors: Mapping[str, Any]
+    sparsity: Mapping[str, float]
+    coactivation: Mapping[str, str]
 
     @property
     def where(self) -> str:
@@ -87,6 +90,7 @@ def paper() -> Paper:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         rows = {row["name"]: PaperRow(**{"cpu": {}, **row}) for row in data["rows"]}
-        return Paper(data["source"], rows, tuple(data["throughput"]), tuple(data["reuse"]), data["predictors"])
+        return Paper(data["source"], rows, tuple(data["throughput"]), tuple(data["reuse"]), data["predictors"],
+                     data["sparsity"], data["coactivation"])  # fmt: skip
     except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise RecordError(f"{path}: not the paper's figures ({error}); install flash-workbench again") from error

@@ -17,6 +17,7 @@ from workbench.report.records import (
     PARTS,
     AblationRecord,
     AblationRow,
+    AggregatedUse,
     FlashPoint,
     FlashRecord,
     PredictorCard,
@@ -64,6 +65,13 @@ class _Fields:
             return None
         return self.number(name)
 
+    def signed(self, name: str) -> float | None:
+        """A number of either sign, or nothing."""
+        value = self.take(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise self.fail(name, f"is {_short(value)}, not a number")
+        return value
+
     def integer(self, name: str) -> int:
         value = self.number(name)
         if value != int(value):
@@ -93,6 +101,15 @@ class _Fields:
         if not isinstance(value, list) or len(value) < least:
             raise self.fail(name, f"is {_short(value)}, not a list of at least {least}")
         return [_Fields(item, self.source, f"{name}[{i}]") for i, item in enumerate(value)]
+
+    def numbers(self, name: str, length: int | None = None, high: float = math.inf) -> tuple[float, ...]:
+        """A list of numbers from 0 to `high`, of that length or at least one."""
+        value = self.take(name)
+        if not isinstance(value, list) or len(value) != (length if length is not None else max(1, len(value))):
+            wanted = f"{length} numbers" if length is not None else "numbers"
+            raise self.fail(name, f"is {_short(value)}, not a list of {wanted}")
+        inner = _Fields({f"{name}[{i}]": item for i, item in enumerate(value)}, self.source, self.where)
+        return tuple(inner.number(key, high) for key in inner.data)
 
     def done(self) -> None:
         if self.left:
@@ -129,6 +146,7 @@ def _run(fields: _Fields) -> Run:
         synthetic=f.flag("synthetic"),
         predictors=_label(f.take("predictors")),
         date=f.text("date"),
+        data=f.mapping("data") if "data" in f.data else {},
     )
     f.done()
     return run
@@ -232,10 +250,26 @@ def _flash(data: Any, source: str) -> FlashRecord:
     return record
 
 
+def _aggregated(f: _Fields) -> AggregatedUse:
+    tokens = f.numbers("tokens")
+    if any(k != int(k) for k in tokens) or list(tokens) != sorted(set(tokens)):
+        raise f.fail("tokens", "are not whole numbers that rise")
+    lists = f.take("by_layer")
+    if not isinstance(lists, list):
+        raise f.fail("by_layer", f"is {_short(lists)}, not a list")
+    layers = _Fields({f"by_layer[{i}]": own for i, own in enumerate(lists)}, f.source, f.where)
+    mean = f.numbers("mean", len(tokens), 1)
+    by_layer = tuple(layers.numbers(name, len(tokens), 1) for name in layers.data)
+    f.done()
+    return AggregatedUse(tuple(map(int, tokens)), mean, by_layer)
+
+
 def _reuse(data: Any, source: str) -> ReuseRecord:
     f = _head(data, source, "reuse")
     by_layer = tuple(map(_reuse_point, f.items("by_layer", least=0))) if "by_layer" in f.data else ()
-    record = ReuseRecord(source, f.mapping("machine"), _run(f), tuple(map(_reuse_point, f.items("rows"))), by_layer)
+    aggregated = _aggregated(_Fields(f.mapping("aggregated"), source, "aggregated")) if "aggregated" in f.data else None
+    rows = tuple(map(_reuse_point, f.items("rows")))
+    record = ReuseRecord(source, f.mapping("machine"), _run(f), rows, by_layer, aggregated)
     f.done()
     return record
 

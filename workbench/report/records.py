@@ -7,7 +7,7 @@ with no GPU. `workbench.report.reading` makes them from JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 PARTS = ("io", "mem", "compute", "predictor", "total")
@@ -25,7 +25,8 @@ class Timing:
 @dataclass(frozen=True)
 class Run:
     """What was run. `geometry` is text or a mapping of sizes; `io` the reader engine; `synthetic` is
-    True where the weights are random, made for latency work only."""
+    True where the weights are random, made for latency work only. `data`: the card of the text that was read
+    (source, files, documents, tokens, sha256), empty where none was kept."""
 
     model: str
     geometry: str
@@ -41,6 +42,7 @@ class Run:
     synthetic: bool
     predictors: str
     date: str
+    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,24 @@ class ReusePoint:
 
 
 @dataclass(frozen=True)
+class AggregatedUse:
+    """s_agg(k) as shares of the FFN: `mean` and each of `by_layer` has one for each k of `tokens`."""
+
+    tokens: tuple[int, ...]
+    mean: tuple[float, ...]
+    by_layer: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
 class ReuseRecord:
-    """`workbench analyze reuse --json`."""
+    """`workbench analyze reuse --json`. `aggregated` is None in records of earlier versions."""
 
     source: str
     machine: Mapping[str, Any]
     run: Run
     rows: tuple[ReusePoint, ...]
     by_layer: tuple[ReusePoint, ...]
+    aggregated: AggregatedUse | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ INK, SOFT, PALE, FAINT = "#1a1a1a", "#5f5f5f", "#b5b5b5", "#e2e2e2"
 BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PURPLE, YELLOW, GREY = "#56B4E9", "#CC79A7", "#F0E442", "#8c8c8c"
 DPI = 200
+_DRAWING = threading.RLock()
 WIDTH = 9.2
 """Inches; every figure has it, so that type is the same size in all of them."""
 
@@ -69,8 +71,8 @@ _STYLE: dict[Any, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The figures' settings, for as long as the block runs."""
-    with mpl.rc_context(_STYLE):
+    """The figures' settings, for as long as the block runs. They are the process's: one thread draws at a time."""
+    with _DRAWING, mpl.rc_context(_STYLE):
         yield
 
 
@@ -185,8 +187,8 @@ def axes_height(axes: Axes) -> float:
 PAPER_MARK: Mapping[str, Any] = {"markerfacecolor": "white", "markeredgecolor": INK, "markeredgewidth": 1.1}
 
 
-def png(figure: Figure) -> bytes:
+def png(figure: Figure, dpi: int = DPI) -> bytes:
     """The figure as PNG. Two drawings of one record are the same bytes: no date is stored."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
     return buffer.getvalue()

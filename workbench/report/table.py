@@ -23,6 +23,22 @@ _LATEX = {"&": r"\&", "%": r"\%", "#": r"\#", "_": r"\_", "$": r"\$", "{": r"\{"
 _LATEX |= {"×": r"$\times$", "–": "--", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 
 
+# In a notebook the page's own colours stay, so that it is legible in its light and its dark theme.
+_NOTEBOOK = """
+.workbench figure { margin: 0; } .workbench figcaption { font-weight: 600; margin-bottom: .4em; }
+.workbench .scroll { overflow-x: auto; }
+.workbench table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0; }
+.workbench td, .workbench tbody th { white-space: nowrap; }
+.workbench th, .workbench td { text-align: right; padding: .15em .5em; }
+.workbench th:first-child { text-align: left; } .workbench thead th { vertical-align: bottom; }
+.workbench .unit { display: block; font-weight: 400; font-size: .9em; opacity: .75; }
+.workbench tbody th { font-weight: 400; } .workbench tr.measured th { font-weight: 600; }
+.workbench tr.p95 { opacity: .75; } .workbench tr.paper { font-style: italic; opacity: .85; }
+.workbench tr.p95 th, .workbench tr.paper th { padding-left: 1.5em; }
+.workbench .notes { font-size: .85em; opacity: .8; padding-left: 1.2em; margin: .5em 0 0; max-width: 60em; }
+"""
+
+
 @dataclass(frozen=True)
 class Column:
     """`unit` is the second line of the head. Columns of one `group` stay together where the table has to
@@ -65,6 +81,10 @@ class Table:
         """Every line, block after block."""
         for block in self.blocks:
             yield from block
+
+    def _repr_html_(self) -> str:
+        """How a notebook shows the table."""
+        return f'<div class="workbench"><style>{_NOTEBOOK}</style>{to_html(self)}</div>'
 
     def keep(self, columns: tuple[Column, ...]) -> Table:
         """The same table with these columns only."""

@@ -29,6 +29,10 @@ class Interrupts:
             return
         self.pending, self._since = True, time.monotonic()
 
+    def stop(self) -> None:
+        """As the first Ctrl-C does, from any thread."""
+        self.pending, self._since = True, time.monotonic()
+
     def raise_pending(self) -> None:
         """KeyboardInterrupt, if one came since."""
         if self.pending:
