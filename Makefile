@@ -9,7 +9,7 @@ demo: .venv/run
 	$(BIN)/workbench demo
 
 test: .venv/dev check
-	$(BIN)/pytest -m "not slow and not device"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow and not device"
 	bash tests/sanitize.sh
 
 check: .venv/dev

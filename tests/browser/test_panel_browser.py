@@ -152,7 +152,8 @@ def tab_to(page: Any, name: str) -> None:
 def focused(page: Any) -> str:
     """What the control that has the focus is called."""
     return page.evaluate(
-        """() => { const at = document.activeElement, box = at.closest('.jupyter-widgets');
-                   const label = box && box.querySelector('.widget-label, label');
-                   return (at.tagName === 'BUTTON' ? at.innerText : label ? label.innerText : '').trim() }"""
+        """() => { const at = document.activeElement;
+                   if (at.tagName === 'BUTTON') return at.innerText.trim();
+                   const box = at.closest('.widget-checkbox, .widget-inline-hbox');
+                   return box ? box.innerText.replace(/\\u200b/g, '').trim().split('\\n')[0] : '' }"""
     )
