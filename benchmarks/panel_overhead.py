@@ -4,7 +4,9 @@ Both run in a real Jupyter kernel, since what could cost is the kernel's main th
 while the session's thread makes tokens, and both need Python's lock. Rounds of `engine.generate` alternate with
 rounds of the panel on the same engine and setting, with the same prompt and greedy text; a token's time is from one
 token to the next on the wall clock, everything included. The ratio is formed between neighbouring rounds, so that a
-machine that drifts does not decide it; the median of the ratios is the result, and the ceiling is 1.05.
+machine that drifts does not decide it; the median of the ratios is the result, and the ceiling is 1.05. Beside it
+`drawing_cpu_ms`, the processor time a token that the kernel's main thread took: what the panel could add at most
+through Python's lock, however busy the machine.
 
     python benchmarks/panel_overhead.py STORE PREDICTORS [--dram 80%] [--rounds 9] [--tokens 100] [--out record.json]
 
@@ -39,9 +41,11 @@ for step in engine.generate("Once upon a time", {tokens}):
 print("ROUND " + json.dumps(times[1:]))
 """
 LIVE = """
+cpu = time.thread_time()
 panel.session.start("Once upon a time", tokens={tokens})
 while session.running or not session._worker.idle:
     await asyncio.sleep(0.05)
+print("CPU " + json.dumps(1000 * (time.thread_time() - cpu) / {tokens}))
 print("ROUND " + json.dumps(session.snapshot().rows[-{tokens} + 2:, INDEX["wall_ms"]].tolist()))
 """
 
@@ -77,7 +81,7 @@ def main() -> None:
     from jupyter_client.manager import start_new_kernel
 
     manager, client = start_new_kernel(kernel_name="python3")
-    rounds = []
+    rounds, drawing = [], []
     try:
         store, predictors = str(args.store.resolve()), str(args.predictors.resolve())
         ask(client, SET_UP.format(store=store, predictors=predictors, dram=args.dram))
@@ -85,9 +89,9 @@ def main() -> None:
             ask(client, code.format(tokens=args.tokens))  # the first of each warms caches
         for number in range(args.rounds):
             order = [("bare", BARE), ("live", LIVE)]
-            found = {
-                name: measured(ask(client, code.format(tokens=args.tokens))) for name, code in order[:: (-1) ** number]
-            }
+            texts = {name: ask(client, code.format(tokens=args.tokens)) for name, code in order[:: (-1) ** number]}
+            found = {name: measured(text) for name, text in texts.items()}
+            drawing.append(float(texts["live"].split("CPU ", 1)[1].split("\n", 1)[0]))
             rounds.append({name: [statistics.median(v), statistics.fmean(v)] for name, v in found.items()})
             bare, live = rounds[-1]["bare"][0], rounds[-1]["live"][0]
             print(f"round {number + 1}: bare {bare:.1f} ms, with the panel {live:.1f} ms")
@@ -104,6 +108,7 @@ def main() -> None:
         "panel_ms": statistics.median(r["live"][0] for r in rounds),
         "ratio_of_medians": statistics.median(ratios),
         "ratio_of_means": statistics.median(r["live"][1] / r["bare"][1] for r in rounds),
+        "drawing_cpu_ms": statistics.median(drawing),
         "ratios": [round(r, 4) for r in ratios],
         "ceiling": CEILING,
         "met": statistics.median(ratios) <= CEILING,

@@ -105,7 +105,7 @@ def test_bundling_off_while_text_streams(lab_page: Any, lab: Lab, tmp_path: Path
 def refused_choices_snap_back(page: Any) -> None:
     """What cannot be is undone, and the reason stands in the status line."""
     page.get_by_role("combobox", name="predictor", exact=True).select_option("off")
-    page.locator(".wb-error", has_text="windowing=True with predictor='off' is undefined").wait_for()
+    page.locator(".wb-error", has_text="windowing=True with predictor='off' is undefined").first.wait_for()
     assert page.get_by_role("combobox", name="predictor", exact=True).input_value() == "low_rank"
 
 

@@ -74,7 +74,8 @@ class Panel:
         self._task: asyncio.Task[None] | None = None
         self._shown, self._ticks, self._complaint = -1, 0, ""
         self._html = {
-            name: self._w.HTML() for name in ("status", "text", "chart", "marks", "rolling", "gauge", "table")
+            name: self._w.HTML()
+            for name in ("status", "refused", "text", "chart", "marks", "rolling", "gauge", "table")
         }
         if session is None:
             self._html["status"].value = readout.status(refusal(failure) if failure else "no session", True, "")
@@ -154,6 +155,7 @@ class Panel:
         self._ticks, self._shown = self._ticks + 1, snapshot.version
         notice = self._complaint or (refusal_text(snapshot.notice) if snapshot.notice else "")
         self._put("status", readout.status(snapshot.line, snapshot.error, notice))
+        self._put("refused", readout.status("", False, notice) if notice else "")
         self._put("text", readout.text_area(snapshot.text))
         if slow or self._ticks % CHART_EVERY == 0:
             self._put("chart", latency_chart(snapshot.rows, snapshot.marks, f"wb{id(self):x}"))
@@ -248,7 +250,7 @@ class Panel:
         }
         self.buttons: dict[str, Any] = {}
         for name, (words, tooltip, action) in actions.items():
-            button = w.Button(description=words, tooltip=tooltip, layout=layout(width="84px"))
+            button = w.Button(description=words, tooltip=tooltip, layout=layout(width="auto", min_width="76px"))
             button.on_click(lambda _, action=action: self._try(action))
             self.buttons[name] = button
         self.buttons["start"].button_style = "primary"
@@ -283,6 +285,7 @@ class Panel:
             h["chart"],
             h["marks"],
             h["gauge"],
+            h["refused"],  # beside the controls, too: the state's line may be out of sight
             w.HBox([techniques, runs], layout=side),
             w.HTML(self.controls.help_html()),
             w.HBox([pin, files], layout=side),
