@@ -3,20 +3,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*)
 
-.PHONY: demo test check slow gallery benchmarks clean
+.PHONY: demo test check sanitize slow gallery clean
 
 demo: .venv/run
 	$(BIN)/workbench demo
 
-test: .venv/dev check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow and not device"
-	bash tests/sanitize.sh
+test: .venv/dev
+	$(MAKE) -j2 check sanitize
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not device"
 
 check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+sanitize: .venv/dev
+	bash tests/sanitize.sh
 
 gallery: .venv/dev
 	$(BIN)/python -m workbench.experiments.gallery docs/gallery
@@ -27,12 +30,12 @@ slow: .venv/dev
 # What the targets above stand on: an environment that is as pyproject.toml says, the native module built.
 .venv/run: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --no-compile --editable .
 	touch $@
 
 .venv/dev: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]'
 	touch $@ .venv/run
 
 clean:

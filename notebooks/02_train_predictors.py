@@ -28,7 +28,7 @@ from workbench import assets, report
 
 wb.notebook_setup()
 model, data = assets.path("data/demo-model"), assets.path("data/text")
-spec = wb.PredictorSpec(tokens=24_000, rank=128, last_rank=128, validation_tokens=4096, false_negative=0.05)
+spec = wb.PredictorSpec(tokens=16_000, rank=128, last_rank=128, validation_tokens=2048, false_negative=0.05)
 out = Path("runs", Path(model).name, "predictors")
 
 # %% [markdown]

@@ -38,7 +38,7 @@ work = Path("runs", Path(model).name)
 # how often neurons fire (a power law: few fire for almost every token), and who is whose closest friend.
 
 # %%
-together = analyze_coactivation(model, data, tokens=8192, progress=wb.progress_bar("co-activation"))
+together = analyze_coactivation(model, data, tokens=4096, progress=wb.progress_bar("co-activation"))
 
 # %%
 Image(report.coactivation_figure(report.read_coactivation(together)), width=920)
@@ -65,7 +65,7 @@ placed = place(
     model,
     store,
     data,
-    tokens=8192,
+    tokens=4096,
     held_out=2048,
     rounds=2,
     run=wb.RunSpec(window=4, dram="80%", context=256),

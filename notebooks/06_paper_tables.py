@@ -36,7 +36,7 @@ work = Path("runs", Path(model).name)
 # %%
 store = wb.convert(model, work / "store", dtype="float32", progress=wb.progress_bar("flash store"))
 trained = wb.Predictors.load(predictors)
-text, card = window_and_card(data, store, 64 + 8 + 32)
+text, card = window_and_card(data, store, 64 + 8 + 24)
 
 # %% [markdown]
 # ## Tables 2 and 3: what each technique brings
@@ -51,7 +51,7 @@ rows = ablate(
     text,
     run=run,
     prompt=64,
-    tokens=32,
+    tokens=24,
     data=card,
     predictors_name=Path(predictors).name,
     progress=wb.progress_bar("ablation"),
@@ -74,9 +74,9 @@ quality = evaluate(
     store.path,
     predictors,
     data=data,
-    tokens=512,
+    tokens=256,
     documents=(0, 20),
-    rates=(0.01, 0.05, 0.1),
+    rates=(0.01, 0.05),
     decode=16,
     progress=wb.progress_bar("evaluation"),
 )

@@ -344,3 +344,15 @@ def test_a_file_and_nothing_for_a_model(tmp_path: Path) -> None:
     refused(tmp_path / "weights.bin", tmp_path / "store", "no such directory")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", tmp_path / "store", "no config.json, so not a checkpoint")
+
+
+def test_a_tokenizer_of_no_directory_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    from workbench.capture.activations import tokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("asked transformers"))
+    with pytest.raises(CheckpointError, match="absent: no such directory"):
+        tokenizer(tmp_path / "absent")

@@ -89,7 +89,7 @@ def test_a_notebook_runs_to_its_end(name: str, tmp_path: Path) -> None:
         ("01_activation_sparsity", 'assets.path("data/text")', '"absent.txt"', "DataError: absent.txt: no such file"),
         ("01_activation_sparsity", 'assets.path("data/demo-model")', '"./absent"', "CheckpointError: absent"),
         ("03_window_reuse", 'assets.path("predictors/demo-model")', '"absent"', "PredictorError: absent"),
-        ("02_train_predictors", "_tokens=4096", "_tokens=4096, validation_share=1e-9", "DataError: "),
+        ("02_train_predictors", "_tokens=2048", "_tokens=2048, validation_share=1e-9", "DataError: "),
     ],
     ids=["no text", "no model", "no predictors", "no held-out text"],
 )

@@ -91,6 +91,8 @@ def tokenizer(model: str | Path, *, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     path, name = locate(model, trust_remote_code)
+    if not path.is_dir():  # transformers would look for it on the hub, with retries
+        raise CheckpointError(f"{name}: no such directory; give a checkpoint directory or a hub id (org/name)")
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except Exception as error:  # as above
