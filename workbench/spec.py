@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 DType = Literal["float32", "float16", "bfloat16"]
@@ -90,6 +91,9 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is not a whole number")
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}={getattr(self, name)} is not in {low}..{high}")
         if self.chunk_bytes % 4096:

@@ -167,14 +167,57 @@ def test_flash_that_fails_is_one_line_and_the_former_setting_stays(tiny_store: S
 def test_reset_forgets_all_but_the_setting(session: Session) -> None:
     session.start("The farmer", tokens=15)
     session.wait(WAIT)
+    session.pin()
     session.change(window=9)
-    session.pin() if session.snapshot().now else None
     session.reset()
     shown = session.wait(WAIT)
     assert (shown.tokens, shown.text, shown.marks, len(shown.rows), shown.pinned) == (0, "", (), 0, None)
     assert shown.setting.run.window == 9
     session.stop()
     assert session.wait(WAIT).state == "ready"
+
+
+def test_stop_before_text_has_begun_ends_the_wait(session: Session) -> None:
+    for window in range(5, 25):  # each change keeps the thread busy when text is asked for and taken back
+        session.change(window=window)
+        session.start("hi", 500)
+        session.stop()
+        assert session.wait(WAIT).state == "stopped"
+
+
+def test_closing_drops_what_was_asked_for(tiny_store: Store) -> None:
+    opened = Session(TorchCpuEngine(tiny_store, ORACLE, None, RUN))
+    opened.start("hi", 500)
+    waiting = threading.Thread(target=opened.wait, daemon=True)
+    waiting.start()
+    opened.start("again", 500)
+    opened.close()
+    assert opened.wait(WAIT).state == "closed"
+    waiting.join(WAIT)
+    assert not waiting.is_alive()
+
+
+def test_text_after_a_reset_is_running_and_is_stopped_by_the_next(session: Session) -> None:
+    session.start("hi", 4)
+    session.wait(WAIT)
+    session.reset()
+    session.start("hi there", 100_000)
+    until = time.monotonic() + WAIT
+    while session.snapshot().tokens < 8:
+        assert session.running
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    session.start("new", 5)
+    last = session.wait(WAIT)
+    assert last.line == "done: 5 tokens"
+    assert last.tokens < 100_000
+
+
+def test_numbers_that_are_none_are_refused_by_name(session: Session) -> None:
+    for value in (1.5, "a", True):
+        with pytest.raises(WorkbenchError, match=f"window={value!r} is not a whole number"):
+            session.change(window=value)
+    assert session.setting.run.window == RUN.window
 
 
 def test_thousands_of_tokens_do_not_grow_memory(session: Session) -> None:

@@ -379,3 +379,15 @@ def test_windows_come_with_the_card_of_what_was_read_for_them(tmp_path: Path) ->
     windows, card = windows_and_card(path, Letters(), 10, 3)
     assert [w.shape for w in windows] == [(10,)] * 3
     assert (card.documents, card.tokens) == (32, 9 * 32)
+
+
+def test_half_a_surrogate_pair_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "half.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": "\\ud800 lone"}\n')
+    with pytest.raises(DataError, match=r"half\.jsonl: document 1 holds half of a surrogate pair at character 0"):
+        list(documents(path))
+
+
+def test_an_empty_name_is_not_the_present_folder() -> None:
+    with pytest.raises(DataError, match="its name is empty"):
+        documents("")

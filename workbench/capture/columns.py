@@ -41,7 +41,8 @@ def column_texts(path: Path, start: int = 0) -> Iterator[str]:
                 continue
             for row, text in enumerate(column.slice(max(0, start - rows)).to_pylist(), max(start, rows)):
                 if not isinstance(text, str):
-                    raise DataError(f"{path}: row {row} has no text in column {COLUMN!r}; leave such rows out")
+                    remedy = "leave such rows out" if text is None else "store it as text"
+                    raise DataError(f"{path}: row {row} has no text in column {COLUMN!r}, but {text!r:.40}; {remedy}")
                 yield text
 
 

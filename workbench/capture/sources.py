@@ -20,6 +20,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import logging
 import re
 import zlib
 from collections.abc import Iterator
@@ -46,13 +47,29 @@ def documents(source: str | Path, start: int = 0, stop: int | None = None) -> It
     Raises DataError: no such source, an unknown layout, damaged gzip, a line that is not JSON, no `text` field.
     """
     if (stream := _stream_of(source)) is not None:
-        return _streamed(stream, source, start, stop)
-    return islice(_chain(files(source), start), None if stop is None else max(0, stop - start))
+        return _sound(_streamed(stream, source, start, stop), source, start)
+    found = islice(_chain(files(source), start), None if stop is None else max(0, stop - start))
+    return _sound(found, source, start)
+
+
+def _sound(texts: Iterator[str], source: str | Path, start: int) -> Iterator[str]:
+    """The same texts. JSON can hold half of a surrogate pair, which is no text and which no tokenizer takes."""
+    for number, text in enumerate(texts, start):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{source}: document {number} holds half of a surrogate pair at character {error.start}, which is not "
+                "text; leave that document out"
+            ) from None
+        yield text
 
 
 def files(source: str | Path) -> list[Path]:
     """The files that `source` consists of, in reading order. DataError when there are none."""
     path = Path(source)
+    if not str(source):
+        raise DataError("data: its name is empty; give a file, a folder, c4 or hub:OWNER/NAME")
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -170,7 +187,7 @@ def _stream_of(source: str | Path) -> _Stream | None:
         name, *rest = text.split(":")
     else:
         return None
-    if not name or len(rest) > 2:
+    if not name or len(rest) > 2 or not (Path(name).is_dir() or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)):
         raise DataError(f"{text}: not a data set's name; give hub:OWNER/NAME, hub:OWNER/NAME:CONFIG or with :SPLIT too")
     return _Stream(name, (rest[0] or None) if rest else None, (rest[1] if len(rest) > 1 else "") or "train")
 
@@ -196,6 +213,9 @@ def _streamed(stream: _Stream, source: str | Path, start: int, stop: int | None)
             f"{source}: the `datasets` library is not installed; pip install 'flash-workbench[data]', or give a local "
             "file"
         ) from error
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.ERROR)  # it warns before each of its retries; what comes of them is one line
     try:
         given: dict[str, Any] = {"data_files": [str(path) for path in stream.shards]} if stream.shards else {}
         rows: Any = load_dataset(stream.name, stream.config, split=stream.split, streaming=True, **given)
@@ -215,6 +235,8 @@ def _streamed(stream: _Stream, source: str | Path, start: int, stop: int | None)
         raise DataError(
             f"{source}: {missing}could not be streamed as a data set ({first}); check its name, or give a local file"
         ) from error
+    finally:
+        logger.setLevel(before)
 
 
 def source_identity(source: str | Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from workbench.spec import LIMITS, RunSpec
 analyze = typer.Typer(no_args_is_help=True, help="Sparsity, reuse, windows and co-activation of a model on text.")
 
 Model = Annotated[str, typer.Argument(help="dense checkpoint")]
-Data = Annotated[str, typer.Option(help="text: C4-style .json.gz (file or folder), a text file, or c4")]
+Data = Annotated[str, typer.Option(help="text: JSON lines, parquet or text (file or folder), c4, hub:OWNER/NAME")]
 Tokens = Annotated[int, typer.Option(min=1, help="tokens of text")]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="where the model runs")]
 Json = Annotated[Path | None, typer.Option("--json", help="write the record to this file", callback=writable)]

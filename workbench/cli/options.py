@@ -88,18 +88,23 @@ def made(kind: Any, given: dict[str, Any]) -> Any:
         raise typer.BadParameter(str(error)) from None
 
 
-def writable(path: Path | None) -> Path | None:
-    """A record's path, checked before the work begins. RecordError when it cannot be written."""
+def writable(context: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The path of a file to write, checked before the work begins. RecordError when it cannot be written, or when
+    another option of the same command writes it too."""
     if path is not None:
+        name = option.opts[0]
         if path.is_dir():
-            raise RecordError(f"{path}: is a directory; give the name of a file for --json")
+            raise RecordError(f"{path}: is a directory; give the name of a file for {name}")
         if not path.resolve().parent.is_dir():
-            raise RecordError(f"{path}: its directory does not exist; make it or choose another --json")
+            raise RecordError(f"{path}: its directory does not exist; make it or choose another {name}")
         try:
             with tempfile.TemporaryFile(dir=path.resolve().parent):
                 pass
         except OSError as error:
-            raise RecordError(f"{path}: cannot be written ({error.strerror}); choose another --json") from error
+            raise RecordError(f"{path}: cannot be written ({error.strerror}); choose another {name}") from error
+        taken = context.meta.setdefault("workbench.files", {})
+        if taken.setdefault(path.resolve(), name) != name:
+            raise RecordError(f"{path}: {taken[path.resolve()]} writes this file; choose another {name}")
     return path
 
 

@@ -20,10 +20,11 @@ from workbench.ablation import Ablation
 from workbench.analysis import placement as orders
 from workbench.capture.activations import FfnTap, dense, run_trunk, tokenizer
 from workbench.capture.text import DataCard, split_of, windows_and_card
+from workbench.engines.budget import context_tokens, plan_dram
 from workbench.engines.ffn import PackedPredictor
 from workbench.engines.stats import TokenStats
 from workbench.engines.torch_cpu import TorchCpuEngine
-from workbench.errors import DataError, StoreError
+from workbench.errors import BudgetError, DataError, StoreError
 from workbench.experiments.record import SCHEMA, machine, model_name, run_info
 from workbench.flash.placement import Placement, is_placed, read_placement, write_placement
 from workbench.flash.store import Store
@@ -82,6 +83,9 @@ def place(
     _check_model(model, store)
     if predictors is not None:
         predictors.check(store.spec)
+    if context_tokens(store, run) < (needed := PROMPT + WARM_UP + COUNTED):
+        raise BudgetError(f"{store.path}: {needed} tokens are measured at a time; pass --context {needed} or more")
+    plan_dram(store, _measured_with(predictors), predictors, run)  # refused now, not when the store is placed
     layout = store.layout
     flash = orders.Flash(layout.bundle_stride, layout.record_bytes, run.coalesce_gap_bytes, run.chunk_bytes)
     text = _Text(model, data)
@@ -301,6 +305,10 @@ def _run_shares(loads: Layers, placement: Placement, flash: orders.Flash) -> dic
     return {"own": shares[0].tolist(), "placed": shares[1].tolist()}
 
 
+def _measured_with(predictors: Predictors | None) -> Ablation:
+    return Ablation(predictor="low_rank" if predictors is not None else "oracle")
+
+
 def _measure(
     store: Store,
     predictors: Predictors | None,
@@ -310,7 +318,7 @@ def _measure(
     progress: Progress | None,
 ) -> list[dict[str, Any]]:
     """The held-out text through the engine, each stretch under every setting, the settings in turn."""
-    base = Ablation(predictor="low_rank" if predictors is not None else "oracle")
+    base = _measured_with(predictors)
     gaps = [run.coalesce_gap_bytes, *(gap for gap in GAPS if gap != run.coalesce_gap_bytes)]
     settings = [(gap, placed) for gap in gaps for placed in (False, True)]
     steps: dict[tuple[int, bool], list[TokenStats]] = {setting: [] for setting in settings}

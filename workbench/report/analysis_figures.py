@@ -156,7 +156,7 @@ def aggregated_figure(record: ReuseRecord) -> bytes:
             left.plot(use.tokens, values, **look, marker="o" if whole else None, markersize=3.5)
             look["color"] = style.VERMILLION if whole else style.PALE
             right.plot(
-                use.tokens[:-1], added(use.tokens, values), **look, marker="s" if whole else None, markersize=3.5
+                between(use.tokens), added(use.tokens, values), **look, marker="s" if whole else None, markersize=3.5
             )
         left.set(ylim=(0, None), ylabel="share of the FFN")
         _log_tokens(right, use.tokens[-1])
@@ -166,7 +166,9 @@ def aggregated_figure(record: ReuseRecord) -> bytes:
         right.set(ylabel="share of the FFN (log scale)")
         published = {point["window"]: point["new_share"] for point in paper().reuse}
         for k, share in published.items():
-            style.paper_point(right, k, share, f"paper, k = {k}", left=k > 0)
+            here = dict(zip(use.tokens, added(use.tokens, use.mean), strict=False)).get(k)
+            below = here is not None and share < here  # the curve falls: the free side is above it or below it
+            style.paper_point(right, k, share, f"paper, k = {k}", left=k > 0 and below)
         # The paper's points show how far down its model goes; the axis has to hold them too.
         mean = [v for v in added(use.tokens, use.mean) if v > 0]
         right.set_ylim(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,12 +60,17 @@ def table_text(record: dict[str, Any], kind: Kind) -> str:
 def export(session: Session, path: str | Path, kind: Kind | None = None) -> Path:
     """Write what the session measured; the kind follows from the name's end (.json, .md, .tex) when it is not given.
 
-    DataError when there is nothing to write, RecordError when the name or the place does not allow it.
+    Folders in its path are made. DataError when there is nothing to write, RecordError when the name or the place does
+    not allow it.
     """
     target = Path(path)
+    if "\0" in str(target):
+        raise RecordError(f"{str(target)!r}: a name cannot hold a null character; choose another path")
     wanted = kind or target.suffix.removeprefix(".")
     if wanted not in KINDS:
         raise RecordError(f"{target}: ends in none of .json, .md, .tex; choose one of them")
+    if target.is_dir():
+        raise RecordError(f"{target}: is a directory; choose another path")
     record = session_record(session)
     if wanted == "json":
         write_json(target, record)
@@ -75,5 +81,7 @@ def export(session: Session, path: str | Path, kind: Kind | None = None) -> Path
         partial.write_text(table_text(record, wanted), encoding="utf-8")
         partial.replace(target)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise RecordError(f"{target}: cannot be written ({error.strerror}); choose another path") from error
     return target

@@ -73,6 +73,7 @@ class Worker:
         self.stretches.append(Stretch(1, first_label(engine.setting), engine.setting, engine.plan.total))
         self._wish: Wish | None = None
         self.busy = False  # the thread is doing something that was asked for
+        self._making = False  # and that is text
         self._reset_wanted = self._stop_wanted = self._closing = False
         # the text so far, the thread's own
         self._history: list[int] = []
@@ -98,13 +99,13 @@ class Worker:
             if self.state == "closed" and not close:
                 raise BudgetError("session: it is closed; run the cell that opened it again")
             if wish is not None:
-                self._wish, self._stop_wanted = wish, self.state == "running"
+                self._wish, self._stop_wanted = wish, self._making
                 self.state, self.line, self.failed = "running", "reading the prompt", False
             if setting is not None:
                 self.pending, self.notice = setting, ""
             if stop or reset:
                 self._wish, self._stop_wanted = None, True
-                if self.state == "running" and not self.busy:  # it had not begun
+                if self.state == "running" and not self._making:  # it had not begun
                     self.state, self.line = "stopped", "stopped: nothing was made"
             self._reset_wanted |= reset
             self._closing |= close
@@ -137,6 +138,7 @@ class Worker:
                     break
                 self.busy = True
                 wish, self._wish = self._wish, None
+                self._making = wish is not None
                 reset, self._reset_wanted = self._reset_wanted, False
                 self._stop_wanted = False
             try:
@@ -148,7 +150,7 @@ class Worker:
             except BaseException as error:
                 self._fail(error)
             with self.lock:
-                self.busy = False
+                self.busy = self._making = False
                 self._changed()
         self._give_back()
 
@@ -158,14 +160,18 @@ class Worker:
         self.engine, self._sampling = None, None
         gc.collect()  # the decoder's modules refer to each other
         with self.lock:
-            self.state, self.pending = "closed", None
+            self.state, self.pending, self._wish, self._reset_wanted = "closed", None, None, False
             if not self.failed:
                 self.line = "closed: DRAM, threads and files are given back"
             self._changed()
 
     def _fail(self, error: BaseException) -> None:
         with self.lock:
-            self.state, self.line, self.failed = "stopped", one_line(error), True
+            self._making = False
+            if self._wish is None:
+                self.state, self.line, self.failed = "stopped", one_line(error), True
+            else:  # other text was asked for meanwhile: that goes on
+                self.notice = one_line(error)
             self._changed()
 
     def _take_setting(self) -> None:
@@ -216,7 +222,8 @@ class Worker:
         self.engine.reset()
         self._history, self._next, self._sampling, self._last_time = [], None, None, None
         with self.lock:
-            self.state, self.line, self.failed = "ready", "ready", False
+            if not (self._making or self._wish):
+                self.state, self.line, self.failed = "ready", "ready", False
             self.text, self.text_cut, self.tokens, self.ring = "", False, 0, Ring()
             self.marks.clear()
             self.stretches.clear()
@@ -251,6 +258,7 @@ class Worker:
             self._show(token, stream.push(token))
             made += 1
         with self.lock:
+            self._making = False
             if self._wish is None and not self._reset_wanted:
                 why = (
                     "end of the text" if ended else f"{made:,} of {wish.tokens:,} tokens" if made < wish.tokens else ""
