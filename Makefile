@@ -10,7 +10,8 @@ demo: .venv/run
 
 test: .venv/dev
 	$(MAKE) -j2 check sanitize
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not device"
+	$(BIN)/pytest -m "browser and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not device and not browser"
 
 check: .venv/dev
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lab_server import Lab
+from lab_server import Lab, until_connected
 
 from workbench.report import read_ablation
 
@@ -21,21 +21,10 @@ def run_all(page: Any, lab: Lab) -> None:
     page.set_default_timeout(PATIENCE)
     page.goto(lab.url(NOTEBOOK))
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
-    until_connected(page)
+    until_connected(page, PATIENCE)
     page.locator(".lm-MenuBar-itemLabel", has_text="Run").first.click()
     page.locator(".lm-Menu-item[data-command='runmenu:run-all']").click()
     page.locator(".jp-OutputArea-output", has_text="runs/notebooks/live.tex").wait_for()
-
-
-def until_connected(page: Any) -> None:
-    """Wait until the kernel has been idle for some seconds on end: it is shown as idle before it is connected, too, and
-    what is run then is lost without a word."""
-    idle, waited = 0, 0
-    while idle < 5 and waited < PATIENCE:
-        page.wait_for_timeout(1000)
-        waited += 1000
-        status = page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']")
-        idle = idle + 1 if status.count() else 0
 
 
 def figure(page: Any, name: str) -> float:

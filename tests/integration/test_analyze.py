@@ -226,6 +226,7 @@ COMMANDS: dict[str, Callable[[Path], list[str | Path]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_write_record_and_figure(name: str, demo_store: Store, tmp_path: Path) -> None:
     arguments = COMMANDS[name](demo_store.path)

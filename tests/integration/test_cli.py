@@ -114,6 +114,7 @@ def test_failures_are_one_line(demo_store: Store, tmp_path: Path) -> None:
     assert "--data" in fails("ablate", demo_store.path, "--data", tmp_path / "short.txt", "--dram", "90%")
 
 
+@pytest.mark.slow
 def test_odd_values_are_refused_before_any_work(demo_store: Store, tmp_path: Path) -> None:
     base = ("generate", demo_store.path, "--prompt", "x", "--dram", "90%")
     assert "--json" in fails(*base, "--json", tmp_path)

@@ -452,6 +452,7 @@ def test_what_cannot_be_placed(demo_store: Store, tiny_opt: Path, tmp_path: Path
     assert not is_placed(demo_store)
 
 
+@pytest.mark.slow
 def test_the_command_line_places_and_uses_it(demo_store: Store, tmp_path: Path) -> None:
     store = shutil.copytree(demo_store.path, tmp_path / "store")
     data, record = str(assets.path("data/text")), tmp_path / "record.json"
