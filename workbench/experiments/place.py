@@ -83,13 +83,13 @@ def place(
     _check_model(model, store)
     if predictors is not None:
         predictors.check(store.spec)
-    if context_tokens(store, run) < (needed := PROMPT + WARM_UP + COUNTED):
-        raise BudgetError(f"{store.path}: {needed} tokens are measured at a time; pass --context {needed} or more")
-    plan_dram(store, _measured_with(predictors), predictors, run)  # refused now, not when the store is placed
     layout = store.layout
     flash = orders.Flash(layout.bundle_stride, layout.record_bytes, run.coalesce_gap_bytes, run.chunk_bytes)
     text = _Text(model, data)
     test, test_card = text.windows(held_out, train=False)
+    if context_tokens(store, run) < (needed := PROMPT + WARM_UP + COUNTED):
+        raise BudgetError(f"{store.path}: {needed} tokens are measured at a time; pass --context {needed} or more")
+    plan_dram(store, _measured_with(predictors), predictors, run)  # refused now, not when the store is placed
     capture = _Capture(model, store, predictors, run.window, progress)
     train, card = text.windows(tokens, train=True)
     request = {
