@@ -20,7 +20,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import logging
 import re
 import zlib
 from collections.abc import Iterator
@@ -213,20 +212,20 @@ def _streamed(stream: _Stream, source: str | Path, start: int, stop: int | None)
             f"{source}: the `datasets` library is not installed; pip install 'flash-workbench[data]', or give a local "
             "file"
         ) from error
-    logger = logging.getLogger("huggingface_hub")
-    before = logger.level
-    logger.setLevel(logging.ERROR)  # it warns before each of its retries; what comes of them is one line
+    from workbench.models.hub import no_retry_lines
+
     try:
-        given: dict[str, Any] = {"data_files": [str(path) for path in stream.shards]} if stream.shards else {}
-        rows: Any = load_dataset(stream.name, stream.config, split=stream.split, streaming=True, **given)
-        rows = rows.skip(start)
-        for at, row in enumerate(rows if stop is None else rows.take(max(0, stop - start)), start):
-            if not isinstance(row.get(COLUMN), str):
-                raise DataError(
-                    f"{source}: document {at} has no column {COLUMN!r} that is a text (it has {', '.join(row)}); "
-                    "choose a data set or configuration that has one"
-                )
-            yield row[COLUMN]
+        with no_retry_lines():
+            given: dict[str, Any] = {"data_files": [str(path) for path in stream.shards]} if stream.shards else {}
+            rows: Any = load_dataset(stream.name, stream.config, split=stream.split, streaming=True, **given)
+            rows = rows.skip(start)
+            for at, row in enumerate(rows if stop is None else rows.take(max(0, stop - start)), start):
+                if not isinstance(row.get(COLUMN), str):
+                    raise DataError(
+                        f"{source}: document {at} has no column {COLUMN!r} that is a text (it has {', '.join(row)}); "
+                        "choose a data set or configuration that has one"
+                    )
+                yield row[COLUMN]
     except DataError:
         raise
     except Exception as error:  # the library raises its dependencies' own network errors, of many classes
@@ -235,8 +234,6 @@ def _streamed(stream: _Stream, source: str | Path, start: int, stop: int | None)
         raise DataError(
             f"{source}: {missing}could not be streamed as a data set ({first}); check its name, or give a local file"
         ) from error
-    finally:
-        logger.setLevel(before)
 
 
 def source_identity(source: str | Path) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from workbench.engines.budget import context_tokens
 from workbench.engines.sampling import next_token
 from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import DataError
+from workbench.experiments.accuracy import SAVE_SECONDS
 
 CHUNK = 256
 """Tokens whose logits are held at once."""
-SAVE_SECONDS = 30.0
 NEW_TOKENS = 256
 
 Answer = tuple[float, bool]

@@ -6,19 +6,18 @@ This layer knows no architecture: it takes a `WeightSource`, which `workbench.mo
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import CheckpointError, StoreError
 from workbench.flash import manifest as manifests
-from workbench.flash.journal import JOURNAL, Journal, naming_write_errors, sync_directory, write_synced
+from workbench.flash.journal import JOURNAL, Journal, locked, naming_write_errors, sync_directory, write_synced
 from workbench.flash.layout import Group, RecordLayout, plan_resident
 from workbench.flash.manifest import BUNDLED, MANIFEST, RESIDENT, SPLIT, WEIGHT_FILES
 from workbench.flash.source import WeightSource
@@ -85,7 +84,7 @@ def write_store(
         partial.parent.mkdir(parents=True, exist_ok=True)
         _check_space(partial, plan)
         partial.mkdir(exist_ok=True)
-        with _locked(partial):
+        with locked(partial, "conversion is writing"):
             try:
                 _Conversion(weights, plan, partial, progress).run()
             except CheckpointError:
@@ -125,20 +124,6 @@ def _check_space(partial: Path, plan: _Plan) -> None:
             f"{partial.parent}: {format_bytes(needed)} ({needed} bytes) needed, {format_bytes(free)} ({free} bytes) "
             f"free; free space or choose another place"
         )
-
-
-@contextmanager
-def _locked(partial: Path) -> Iterator[None]:
-    """Hold the partial directory; a second conversion into it is a StoreError."""
-    fd = os.open(partial, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreError(f"{partial}: another conversion is writing here; wait for it or stop it") from error
-        yield
-    finally:
-        os.close(fd)
 
 
 def _publish(partial: Path, place: Path) -> None:

@@ -7,6 +7,7 @@ A part is entered only after its bytes were synced; the journal itself is replac
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -97,6 +98,20 @@ def sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def locked(folder: Path, what: str) -> Iterator[None]:
+    """Hold a directory that is written to; where another process holds it, a StoreError says "another `what` here"."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreError(f"{folder}: another {what} here; wait for it or stop it") from error
+        yield
     finally:
         os.close(fd)
 

@@ -7,13 +7,10 @@ and alone makes the store a placed one. docs/store-format.md specifies them. Whi
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.errors import StoreError
-from workbench.flash.journal import naming_write_errors, sync_directory, write_synced
+from workbench.flash.journal import locked, naming_write_errors, sync_directory, write_synced
 from workbench.flash.manifest import SELF, Fields, check_seal, seal
-from workbench.flash.store import Progress, Store, digest_region
+from workbench.flash.store import Progress, Store, check_size, digest_region
 from workbench.flash.write import write_at
 from workbench.spec import format_bytes
 
@@ -96,7 +93,7 @@ def read_placement(store: Store) -> Placement:
         raise StoreError(f"{file}: not JSON; {_REMEDY}") from error
     _check_card(store, file, text, value)
     for name, entry in value["files"].items():
-        _check_size(store.path / name, entry["nbytes"])
+        check_size(store.path / name, entry["nbytes"], CARD, _REMEDY)
     return Placement(store.path, _read_order(store, value), value)
 
 
@@ -128,18 +125,6 @@ def _check_card(store: Store, file: Path, text: bytes, value: Any) -> None:
 def _sizes(store: Store) -> dict[str, int]:
     spec = store.spec
     return {PLACED: spec.num_layers * store.layout.bundled_region(spec.d_ff), ORDER: spec.num_layers * spec.d_ff * 4}
-
-
-def _check_size(file: Path, wanted: int) -> None:
-    try:
-        got = os.stat(file).st_size
-    except FileNotFoundError as error:
-        raise StoreError(f"{file}: missing; {_REMEDY}") from error
-    except OSError as error:
-        raise StoreError(f"{file}: cannot be read ({error.strerror})") from error
-    if got != wanted:
-        what = "truncated" if got < wanted else "too long"
-        raise StoreError(f"{file}: {what}: {got} bytes, {CARD} says {wanted}; {_REMEDY}")
 
 
 def _read_order(store: Store, card: dict[str, Any]) -> NDArray[np.int32]:
@@ -193,7 +178,7 @@ def write_placement(
     _check_order(store, order, f"{store.path}: placement")
     permutations = np.ascontiguousarray(order, "<i4")
     new = {name: store.path / (name + UNFINISHED) for name in (PLACED, ORDER)}
-    with naming_write_errors(store.path), _locked(store.path):
+    with naming_write_errors(store.path), locked(store.path, "run is writing a placement"):
         _check_space(store, new[PLACED])
         try:
             card = {
@@ -224,19 +209,6 @@ def _check_space(store: Store, file: Path) -> None:
             f"{store.path}: {format_bytes(needed)} ({needed} bytes) needed for {PLACED}, {format_bytes(free)} free; "
             "free space"
         )
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StoreError(f"{path}: another run is writing a placement here; wait for it or stop it") from error
-        yield
-    finally:
-        os.close(fd)
 
 
 def _write_files(store: Store, order: NDArray[Any], new: dict[str, Path], progress: Progress | None) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Store:
         spec, dtype, layout = manifests.parse_spec(file, manifest)
         manifests.check_tables(file, manifest, spec, layout)
         for name, entry in {**manifest["files"], **_tokenizer_table(manifest)}.items():
-            _check_size(root / name, entry["nbytes"])
+            check_size(root / name, entry["nbytes"], MANIFEST, _REMEDY)
         return cls(root, spec, dtype, layout, _groups(root, manifest, spec, dtype), manifest)
 
     @property
@@ -149,16 +149,17 @@ def _tokenizer_table(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {f"tokenizer/{name}": entry for name, entry in manifest["tokenizer"].items()}
 
 
-def _check_size(file: Path, wanted: int) -> None:
+def check_size(file: Path, wanted: int, says: str, remedy: str) -> None:
+    """StoreError when the file has not the bytes that the table named `says` gives it; it ends in `remedy`."""
     try:
         got = os.stat(file).st_size
     except FileNotFoundError as error:
-        raise StoreError(f"{file}: missing; {_REMEDY}") from error
+        raise StoreError(f"{file}: missing; {remedy}") from error
     except OSError as error:
         raise StoreError(f"{file}: cannot be read ({error.strerror})") from error
     if got != wanted:
         what = "truncated" if got < wanted else "too long"
-        raise StoreError(f"{file}: {what}: {got} bytes, {MANIFEST} says {wanted}; {_REMEDY}")
+        raise StoreError(f"{file}: {what}: {got} bytes, {says} says {wanted}; {remedy}")
 
 
 def _groups(root: Path, manifest: dict[str, Any], spec: ModelSpec, dtype: str) -> tuple[Group, ...]:

@@ -32,7 +32,7 @@ def _download(model: str, code: bool) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        with _no_retry_lines():
+        with no_retry_lines():
             files = HfApi().list_repo_files(model)
             weights = "safetensors" if any(file.endswith(".safetensors") for file in files) else "bin"
             patterns = [f"*.{weights}", f"*.{weights}.index.json", "config.json", *TOKENIZER_FILES]
@@ -51,7 +51,7 @@ def _download(model: str, code: bool) -> Path:
 
 
 @contextmanager
-def _no_retry_lines() -> Iterator[None]:
+def no_retry_lines() -> Iterator[None]:
     """The hub's client warns before each of its retries; what comes of them is said once, in one line."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level

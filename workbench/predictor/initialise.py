@@ -203,7 +203,7 @@ def _principal(projected: torch.Tensor, rank: int) -> torch.Tensor:
     if gram.is_cuda or size <= EXACT or 4 * (rank + EXTRA) > size:
         return _eigh(gram)[1][:, -rank:].flip(1)
     generator = torch.Generator().manual_seed(0)
-    basis = torch.randn(size, rank + EXTRA, generator=generator, dtype=torch.float64).to(gram.device)
+    basis = torch.randn(size, rank + EXTRA, generator=generator, dtype=torch.float64)
     for _ in range(ROUNDS):
         basis = torch.linalg.qr(gram @ basis)[0]
     inner = _eigh(basis.T @ gram @ basis)[1]
