@@ -33,7 +33,8 @@ void SlotTable::check(const int32_t* predicted, int64_t count) const {
 const SlotChange& SlotTable::update(const int32_t* predicted, int64_t count, int64_t window) {
   check(predicted, count);
   change_.load_ids.clear();
-  change_.evicted = change_.moved = change_.trimmed = 0;
+  change_.moves.clear();
+  change_.evicted = change_.trimmed = 0;
   holes_.clear();
   ++clock_;
   // Before anything is looked up: the window is the k tokens before this one, not one more.
@@ -99,11 +100,14 @@ void SlotTable::place() {
   int32_t source = std::min(used_, was_used);
   for (; hole < holes_.size() && holes_[hole] < used_; ++hole) {
     while (arrays_.pointer[source] < 0) ++source;
-    std::memcpy(arrays_.matrix + holes_[hole] * slot_bytes_, arrays_.matrix + source * slot_bytes_,
-                static_cast<size_t>(slot_bytes_));
+    if (arrays_.matrix) {
+      std::memcpy(arrays_.matrix + holes_[hole] * slot_bytes_, arrays_.matrix + source * slot_bytes_,
+                  static_cast<size_t>(slot_bytes_));
+    }
+    change_.moves.push_back(source);
+    change_.moves.push_back(holes_[hole]);
     put(holes_[hole], arrays_.pointer[source]);
     arrays_.pointer[source++] = -1;
-    ++change_.moved;
   }
 }
 

@@ -8,6 +8,7 @@
 namespace wb {
 
 // Arrays that belong to the caller: `capacity` slots of slot_bytes, their neuron ids and biases; biases of all neurons.
+// `matrix` is null where the slots are in memory that is not ours: the caller then makes the moves.
 struct SlotArrays {
   uint8_t* matrix;
   int32_t* pointer;
@@ -17,7 +18,8 @@ struct SlotArrays {
 
 struct SlotChange {
   std::vector<int32_t> rows, load_ids, load_slots;
-  int64_t evicted = 0, moved = 0, trimmed = 0;
+  std::vector<int32_t> moves;  // from, to, from, to ...
+  int64_t evicted = 0, trimmed = 0;
 };
 
 class SlotTable {

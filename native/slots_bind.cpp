@@ -33,14 +33,14 @@ struct BoundTable {
         slot_bias(std::move(slot_bias_in)),
         bias(std::move(bias_in)),
         table((check(d_ff, capacity, slot_bytes), static_cast<int32_t>(d_ff)), static_cast<int32_t>(capacity),
-              slot_bytes, {matrix.data(), pointer.data(), slot_bias.data(), bias.data()}) {}
+              slot_bytes, {matrix.shape(0) ? matrix.data() : nullptr, pointer.data(), slot_bias.data(), bias.data()}) {}
 
   void check(int64_t d_ff, int64_t capacity, int64_t slot_bytes) const {
     constexpr int64_t limit = int64_t{1} << 30;
     if (d_ff < 1 || d_ff > limit || capacity < 1 || capacity > limit || slot_bytes < 1 || slot_bytes > limit) {
       throw nb::value_error("d_ff, capacity and slot_bytes must be at least 1");
     }
-    if (static_cast<int64_t>(matrix.shape(0)) != capacity * slot_bytes) {
+    if (matrix.shape(0) && static_cast<int64_t>(matrix.shape(0)) != capacity * slot_bytes) {
       throw nb::value_error("matrix does not have capacity * slot_bytes bytes");
     }
     if (static_cast<int64_t>(pointer.shape(0)) != capacity || static_cast<int64_t>(slot_bias.shape(0)) != capacity) {
@@ -56,8 +56,12 @@ nb::tuple update(BoundTable& bound, const Ids& predicted, int64_t window) {
     nb::gil_scoped_release released;
     change = &bound.table.update(predicted.data(), static_cast<int64_t>(predicted.shape(0)), window);
   }
+  auto moves = new_array<int32_t>({change->moves.size() / 2, 2});
+  if (!change->moves.empty()) {
+    std::memcpy(moves.data(), change->moves.data(), change->moves.size() * sizeof(int32_t));
+  }
   return nb::make_tuple(copy_ids(change->rows), copy_ids(change->load_ids), copy_ids(change->load_slots),
-                        change->evicted, change->moved, change->trimmed);
+                        change->evicted, moves, change->trimmed);
 }
 
 }  // namespace

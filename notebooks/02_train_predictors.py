@@ -46,11 +46,12 @@ panel = wb.training_panel(model, data, spec, out=out)
 panel.start()
 
 # %% [markdown]
-# The next cell waits for the end. The notebook's interrupt button stops the training without loss. To begin again
-# with another `spec`, choose another `out`, or give the panel `resume=False`.
+# The next cell waits for the end; the panel's buttons work meanwhile, and after *Stop* the cell is done. The
+# notebook's interrupt button stops the training without loss, too. To begin again with another `spec`, choose
+# another `out`, or give the panel `resume=False`.
 
 # %%
-predictors = panel.wait()
+predictors = await panel
 
 # %%
 Image(panel.figure(), width=920)

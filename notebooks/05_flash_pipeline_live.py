@@ -28,9 +28,10 @@ model, predictors = assets.path("data/demo-model"), assets.path("predictors/demo
 place = Path("runs/notebooks") / f"{Path(model).name}-store"
 store = wb.convert(model, place, dtype="float32", progress=wb.progress_bar("convert"))
 run = wb.RunSpec(dram="80%", window=4)
+backend = "torch-cpu"  # or "mlx-metal", "mlx-cuda", "mlx-cpu"
 
 # %%
-panel = wb.panel(store.path, predictors, prompt="Once upon a time", run=run)
+panel = wb.panel(store.path, predictors, prompt="Once upon a time", run=run, backend=backend)
 panel
 
 # %% [markdown]
@@ -42,11 +43,11 @@ panel
 
 # %%
 panel.session.start("Once upon a time", tokens=16)
-panel.wait()
+await panel
 panel.session.pin()
 panel.session.change(bundling=False)
 panel.session.go_on(tokens=16)
-panel.wait()
+await panel
 panel.table()
 
 # %% [markdown]

@@ -43,8 +43,8 @@ class SlotTable:
         slot_bias: Floats,
         bias: Floats,
     ) -> None: ...
-    def update(self, predicted: Int32s, window: int) -> tuple[Int32s, Int32s, Int32s, int, int, int]:
-        """(rows, load_ids, load_slots, evicted, moved, trimmed); window -1: nothing leaves for its age"""
+    def update(self, predicted: Int32s, window: int) -> tuple[Int32s, Int32s, Int32s, int, Int32s, int]:
+        """(rows, load_ids, load_slots, evicted, moves [moved, 2], trimmed); window -1: nothing leaves for its age"""
 
     def clear(self) -> None: ...
     @property

@@ -9,6 +9,10 @@ class WorkbenchError(Exception):
     """Base of every named failure. `str(error)` is the one line to show."""
 
 
+class SpecError(WorkbenchError, ValueError):
+    """A field of a spec has a value that it cannot have."""
+
+
 class CheckpointError(WorkbenchError):
     """A model checkpoint is missing, damaged, unsafe or of a kind that is not supported."""
 
@@ -47,3 +51,7 @@ class RecordError(WorkbenchError):
 
 class DeviceError(WorkbenchError):
     """A backend or device was asked for that this machine or installation does not have."""
+
+
+class KernelFault(DeviceError):
+    """A GPU kernel does what it must not: leaves its arrays, races, waits for threads that never come."""

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from typing import Any, Literal
 
+from workbench.errors import SpecError
+
 DType = Literal["float32", "float16", "bfloat16"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -93,11 +95,11 @@ class RunSpec:
         for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} is not a whole number")
+                raise SpecError(f"{name}={value!r} is not a whole number")
             if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name}={getattr(self, name)} is not in {low}..{high}")
+                raise SpecError(f"{name}={getattr(self, name)} is not in {low}..{high}")
         if self.chunk_bytes % 4096:
-            raise ValueError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4096")
+            raise SpecError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4096")
 
 
 def parse_bytes(text: str) -> int:

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from lab_server import Lab, until_connected
 
-# By hand: while a cell waits, JupyterLab hands a button's press to the kernel only where its subshells work.
+# By hand: the panel test drives the same server and view in less time, and a faster test awaits a panel.
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 NOTEBOOK = "02_train_predictors.ipynb"
 PATIENCE = 150_000  # ms, on a machine that has other things to do

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import fails, run
 from safetensors.numpy import load_file
-from test_cli import fails, run
 from tiny_models import make_opt
 
 from workbench import assets, report
@@ -226,7 +226,6 @@ COMMANDS: dict[str, Callable[[Path], list[str | Path]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_write_record_and_figure(name: str, demo_store: Store, tmp_path: Path) -> None:
     arguments = COMMANDS[name](demo_store.path)

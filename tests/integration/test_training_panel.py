@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import signal
@@ -103,6 +104,31 @@ def test_stop_and_resume_by_their_buttons_lose_nothing(tmp_path: Path, model: Pa
         assert panel._seen.step >= stopped_at
         assert panel.wait() is not None
     assert files(tmp_path / "plain") == files(tmp_path / "out")
+
+
+def test_awaiting_leaves_the_loop_to_the_buttons(tmp_path: Path, model: Path, data: Path) -> None:
+    async def pressed(panel: TrainingPanel) -> object:
+        async def press() -> None:
+            while not trained_some(panel):
+                await asyncio.sleep(0.01)
+            panel._stop.click()
+
+        return (await asyncio.gather(panel, press()))[0]
+
+    async def interrupted(panel: TrainingPanel) -> None:
+        waiting = asyncio.ensure_future(panel._awaited())
+        while panel._pace.stage != "training":
+            await asyncio.sleep(0.01)
+        waiting.cancel()  # what a notebook's interrupt does to a cell that awaits
+        await waiting
+
+    with training_panel(model, data, LONG, out=tmp_path / "out") as panel:
+        assert asyncio.run(pressed(panel.start())) is None
+        assert panel.state == "stopped"
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(interrupted(panel.start()))
+        assert panel.state == "stopped"
+    assert (tmp_path / "out.partial" / "state").exists()
 
 
 def test_another_panel_goes_on_where_a_closed_one_was(tmp_path: Path, model: Path, data: Path) -> None:

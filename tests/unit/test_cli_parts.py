@@ -11,8 +11,8 @@ import pytest
 import typer
 
 from workbench.cli import main
-from workbench.cli.app import _shares, _sources
-from workbench.cli.options import directory, field_help, made
+from workbench.cli.app import _sources
+from workbench.cli.options import directory, field_help, made, numbers
 from workbench.errors import RecordError
 from workbench.predictor.config import PredictorSpec
 from workbench.relufy.config import RelufySpec
@@ -44,9 +44,22 @@ def test_sources_and_shares(tmp_path: Path) -> None:
     assert _sources(["x.json.gz", "y.txt=0.25", str(odd)]) == [("x.json.gz", 1.0), ("y.txt", 0.25), (str(odd), 1.0)]
     with pytest.raises(typer.BadParameter, match="PATH=WEIGHT"):
         _sources(["x=abc"])
-    assert _shares("0.01, 0.05") == [0.01, 0.05]
-    with pytest.raises(typer.BadParameter, match="list of shares"):
-        _shares("x")
+    assert numbers("0.01, 0.05", float, "shares") == [0.01, 0.05]
+    for bad in ("x", "", "0.1,,0.2", "0.1,"):
+        with pytest.raises(typer.BadParameter, match="list of shares"):
+            numbers(bad, float, "shares")
+
+
+def test_a_figure_is_refused_under_another_pictures_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "reuse.jpg"
+    monkeypatch.setattr(sys, "argv", ["workbench", "analyze", "reuse", "M", "--data", "D", "--figure", str(target)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "figures are PNG; give --figure a name that ends in .png" in capsys.readouterr().err
+    assert not target.exists()
 
 
 def test_a_directory_for_results_is_checked_at_once(tmp_path: Path) -> None:

@@ -21,6 +21,26 @@ def planted(seed: int, groups: int = 24, size: int = 8, tokens: int = 600) -> tu
     return loads, group
 
 
+def test_packed_loads_are_the_list_of_loads() -> None:
+    loads, group = planted(3, tokens=50)
+    packed = orders.PackedLoads(loads[:20])
+    packed.extend(loads[20:])
+    packed.extend([])
+    assert len(packed) == 50
+    assert all(np.array_equal(a, b) for a, b in zip(packed, loads, strict=True))
+    assert [ids.tolist() for ids in packed[45:]] == [ids.tolist() for ids in loads[45:]]
+    assert np.array_equal(packed[-1], loads[-1])
+    with pytest.raises(IndexError):
+        packed[50]
+    counts = orders.co_loads(packed, len(group))
+    assert np.array_equal(counts, orders.co_loads(loads, len(group)))
+    flash = Flash(4096, 4096, 4096)
+    found = (orders.reads(given, orders.own(counts), flash) for given in (packed, loads))
+    for ours, theirs in zip(*found, strict=True):
+        assert np.array_equal(ours, theirs)
+    assert len(orders.PackedLoads()) == 0
+
+
 @pytest.mark.parametrize("method", orders.METHODS)
 def test_every_method_gives_a_permutation_and_the_same_one_again(method: str) -> None:
     loads, group = planted(0)

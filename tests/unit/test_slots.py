@@ -82,6 +82,7 @@ def test_new_neurons_fill_holes_before_anything_moves(kind: type[AnySlots]) -> N
     step(slots, ids(4, 5), 1)
     change = step(slots, ids(8, 9), 1)  # 0..3 leave; 8 and 9 come; 4 and 5 close the other holes
     assert (change.evicted, change.moved) == (4, 2)
+    assert change.moves.tolist() == [[4, 2], [5, 3]]
     assert change.load_slots.tolist() == [0, 1]
     assert slots.pointer[:4].tolist() == [8, 9, 4, 5]
 
@@ -185,6 +186,30 @@ def test_random_sequences_equal_the_reference(seed: int) -> None:
         np.testing.assert_array_equal(native.pointer, reference.pointer)
         np.testing.assert_array_equal(native.ids(), reference.ids())
         assert native.num_used == reference.num_used
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_can_be_made_by_the_caller(seed: int) -> None:
+    """Without a matrix the table keeps the books, and its moves make another copy of the slots the same."""
+    rng = np.random.default_rng(seed)
+    bias = np.arange(40, dtype=np.float32) / np.float32(7)
+    whole, books = Slots(40, 16, SLOT_BYTES, bias), Slots(40, 16, SLOT_BYTES, bias, np.zeros(0, np.uint8))
+    copy, moved = np.zeros((16, SLOT_BYTES // 4), np.int32), 0
+    for _ in range(60):
+        predicted = np.sort(rng.choice(40, rng.integers(0, 9), replace=False)).astype(np.int32)
+        window = int(rng.integers(0, 4))
+        change = step(whole, predicted, window)
+        told = books.update(predicted, window)
+        assert told.moves.shape == (told.moved, 2)
+        assert np.array_equal(told.moves, change.moves)
+        copy[told.moves[:, 1]] = copy[told.moves[:, 0]]
+        copy[told.load_slots] = told.load_ids[:, None]
+        moved += told.moved
+        rows = whole.matrix.reshape(16, SLOT_BYTES).view(np.int32)
+        np.testing.assert_array_equal(copy[: books.num_used], rows[: whole.num_used])
+    assert moved > 0
+    with pytest.raises(ValueError, match="capacity \\* slot_bytes"):
+        Slots(40, 16, SLOT_BYTES, bias, np.zeros(8, np.uint8))
 
 
 def test_matrix_takes_direct_reads() -> None:

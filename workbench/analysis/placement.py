@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,40 @@ CANDIDATES = 24
 JOINED_SHARE = 0.15
 """Of the chains' best partners in a round, the share that is joined before all are weighed again."""
 LONGEST_REACH = 4
+
+
+class PackedLoads(Sequence[NDArray[np.integer]]):
+    """Loads in one array. A small array for each token, made while the model's large ones come and go, would keep the
+    memory of those from being used again: gigabytes for a few megabytes of ids."""
+
+    def __init__(self, parts: Loads = ()) -> None:
+        self._sizes = [np.array([len(ids) for ids in parts], np.int64)]
+        self._flat = [np.concatenate(parts)] if len(parts) else []
+        self._whole: tuple[NDArray[np.integer], NDArray[np.int64]] | None = None
+
+    def extend(self, parts: Loads) -> None:
+        """Add tokens; copied."""
+        more = PackedLoads(parts)
+        self._sizes += more._sizes
+        self._flat += more._flat
+        self._whole = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sizes))
+
+    def __getitem__(self, at: Any) -> Any:
+        flat, ends = self._packed()
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        at = range(len(self))[at]
+        return flat[ends[at] : ends[at + 1]]
+
+    def _packed(self) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        if self._whole is None:
+            self._flat = [np.concatenate(self._flat)] if self._flat else [np.zeros(0, np.int64)]
+            self._sizes = [np.concatenate(self._sizes)]
+            self._whole = self._flat[0], np.concatenate([[0], np.cumsum(self._sizes[0])])
+        return self._whole
 
 
 def loads_of(uses: Loads, window: int) -> list[NDArray[np.integer]]:

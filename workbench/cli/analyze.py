@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from workbench.cli.options import console, progress_bar, writable
+from workbench.cli.options import console, numbers, png, progress_bar, writable
 from workbench.spec import LIMITS, RunSpec
 
 analyze = typer.Typer(no_args_is_help=True, help="Sparsity, reuse, windows and co-activation of a model on text.")
@@ -17,7 +17,7 @@ Data = Annotated[str, typer.Option(help="text: JSON lines, parquet or text (file
 Tokens = Annotated[int, typer.Option(min=1, help="tokens of text")]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="where the model runs")]
 Json = Annotated[Path | None, typer.Option("--json", help="write the record to this file", callback=writable)]
-Figure = Annotated[Path | None, typer.Option(help="draw the figure to this PNG file", callback=writable)]
+Figure = Annotated[Path | None, typer.Option(help="draw the figure to this PNG file", callback=png)]
 
 
 @analyze.command("sparsity")
@@ -75,7 +75,7 @@ def window(
     from workbench.experiments.window import window_sweep
     from workbench.report import read_window, window_figure, window_table
 
-    chosen = _whole_numbers(windows)
+    chosen = _windows(windows)
     partial = _partial(json)
     with progress_bar("window") as progress:
         record = window_sweep(
@@ -139,13 +139,9 @@ def _partial(json: Path | None) -> Path | None:
     return json.with_name(json.name + ".partial") if json else None
 
 
-def _whole_numbers(text: str) -> list[int]:
-    """'0,1,2,4' as numbers."""
-    most = LIMITS["window"][1]
-    try:
-        found = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 0,1,2,4") from None
-    if not found or len(set(found)) < len(found) or any(not 0 <= k <= most for k in found):
+def _windows(text: str) -> list[int]:
+    """'0,1,2,4' as windows."""
+    most, found = LIMITS["window"][1], numbers(text, int, "whole numbers such as 0,1,2,4")
+    if len(set(found)) < len(found) or any(not 0 <= k <= most for k in found):
         raise typer.BadParameter(f"{text!r} is not a list of different windows, each 0 to {most}")
     return found

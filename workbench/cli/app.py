@@ -12,12 +12,14 @@ from typer.core import TyperGroup
 
 from workbench.ablation import Ablation, IoEngine
 from workbench.cli.analyze import analyze
+from workbench.cli.kernels import kernels
 from workbench.cli.options import (
     Stages,
     ablation_options,
     console,
     directory,
     made,
+    numbers,
     progress_bar,
     spec_options,
     writable,
@@ -28,7 +30,7 @@ from workbench.spec import LIMITS, DType, RunSpec
 
 ORDER = (
     "demo", "convert", "verify", "relufy", "train-predictors", "evaluate", "analyze", "place", "ablate", "generate",
-    "bench", "lab",
+    "bench", "lab", "kernels",
 )  # fmt: skip
 
 
@@ -60,6 +62,9 @@ Depth = Annotated[int, typer.Option(min=1, max=LIMITS["depth"][1], help="reads i
 PlacementMethod = Literal["chain", "clusters", "bisection", "spectral", "frequency", "shuffled", "own"]
 AnyDType = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to train")]
+Backend = Annotated[
+    Literal["torch-cpu", "mlx-metal", "mlx-cuda", "mlx-cpu"], typer.Option(help="what the engine computes with and on")
+]
 Logs = Annotated[Path | None, typer.Option(help="directory for TensorBoard")]
 CheckpointSeconds = Annotated[float, typer.Option(min=0, help="save the state this often")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="discard an unfinished run in OUT")]
@@ -74,6 +79,7 @@ StorePath = Annotated[Path, typer.Argument(help="a flash store")]
 def demo(
     out: Annotated[Path, typer.Option(help="where results go")] = Path("runs/demo"),
     dram: Dram = "80%",
+    backend: Backend = "torch-cpu",
     seed: Seed = 0,
 ) -> None:
     """The main job on the embedded model: predictors, ablation, report."""
@@ -83,7 +89,7 @@ def demo(
     from workbench.report.words import headline
 
     with Stages() as stages:
-        result = run_demo(out, stage=stages, seed=seed, dram=dram)
+        result = run_demo(out, stage=stages, seed=seed, dram=dram, backend=backend)
     paths = write_report(
         out, ablation=out / "ablation.json", flash=out / "flash.json", reuse=out / "reuse.json",
         predictors=result.predictors,
@@ -242,12 +248,13 @@ def evaluate(
     settings = RunSpec(window=window, dram=dram, context=context, depth=depth, compute_threads=threads, seed=seed)
     if prompt and predictors:
         Predictors.load(predictors).at(prompt_rate)  # refused now, not after the measurement
+    wanted = numbers(rates, float, "shares such as 0.01,0.05")
     partial = out / "evaluation.json.partial"
     screen = console()
     with progress_bar("evaluate") as progress:
         record = run(
             model, predictors, store=store, data=data, tasks=[name for name in tasks.split(",") if name],
-            tasks_dir=tasks_dir, rates=_shares(rates), tokens=tokens, documents=documents, decode=decode, limit=limit,
+            tasks_dir=tasks_dir, rates=wanted, tokens=tokens, documents=documents, decode=decode, limit=limit,
             run=settings, io=io, tell=lambda line: print(line, file=sys.stderr), progress=progress, partial=partial,
         )  # fmt: skip
     for path in filter(None, (out / "evaluation.json", json)):
@@ -275,7 +282,7 @@ def place(
     predictors: PredictorsDir = None,
     tokens: Annotated[int, typer.Option(min=1, help="of training text, to fit the order to")] = 16384,
     held_out: Annotated[int, typer.Option(min=1, help="tokens of held-out text, to count reads on")] = 4096,
-    method: Annotated[PlacementMethod, typer.Option(help="how the order is found")] = "chain",
+    method: Annotated[PlacementMethod, typer.Option(help="how the order is found")] = "clusters",
     compare: Annotated[bool, typer.Option("--compare", help="count every method on the held-out text")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="stretches of held-out text that the engine takes")] = 6,
     window: Window = 4,
@@ -321,6 +328,7 @@ def ablate(
     dram: Dram = "50%",
     context: Context = 512,
     depth: Depth = 32,
+    backend: Backend = "torch-cpu",
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
@@ -345,7 +353,7 @@ def ablate(
         record = experiment.ablate(
             opened, trained, text, rows=rows, run=run, prompt=prompt, tokens=tokens, row_seconds=row_seconds,
             predictors_name=predictors.name if predictors else "", partial=partial, progress=progress,
-            data=card,
+            data=card, backend=backend,
         )  # fmt: skip
     if json:
         write_json(json, record)
@@ -368,6 +376,7 @@ def generate(
     dram: Dram = "50%",
     context: Context = 512,
     depth: Depth = 32,
+    backend: Backend = "torch-cpu",
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
@@ -377,7 +386,7 @@ def generate(
 
     settings = Ablation(**{"predictor": "low_rank" if predictors else "oracle", **ablation})
     run = RunSpec(window=window, dram=dram, context=context, depth=depth, seed=seed)
-    with load(store, ablation=settings, predictors=predictors, run=run) as engine:
+    with load(store, ablation=settings, predictors=predictors, run=run, backend=backend) as engine:
         record = stream(
             engine, prompt, max_new_tokens, temperature=temperature, top_p=top_p,
             write=lambda text: (sys.stdout.write(text), sys.stdout.flush()),
@@ -452,13 +461,6 @@ def _sources(given: list[str]) -> list[tuple[str, float]]:
     return found
 
 
-def _shares(text: str) -> list[float]:
-    """'0.01,0.05' as numbers."""
-    try:
-        return [float(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of shares such as 0.01,0.05") from None
-
-
 app.add_typer(analyze, name="analyze")
 app.add_typer(bench, name="bench")
+app.add_typer(kernels, name="kernels")

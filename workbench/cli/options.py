@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
@@ -20,6 +20,7 @@ from workbench.ablation import Ablation
 from workbench.errors import RecordError
 from workbench.fields import field_help
 
+Number = TypeVar("Number", int, float)
 ProgressFunction = Callable[[str, int, int], None]
 BYTES_FROM = 1 << 22
 """Totals above this are bytes."""
@@ -106,6 +107,21 @@ def writable(context: typer.Context, option: typer.CallbackParam, path: Path | N
         if taken.setdefault(path.resolve(), name) != name:
             raise RecordError(f"{path}: {taken[path.resolve()]} writes this file; choose another {name}")
     return path
+
+
+def numbers(text: str, kind: type[Number], of: str) -> list[Number]:
+    """'1,2' as numbers of that type. BadParameter, saying a list `of` what is wanted, for anything else."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of {of}") from None
+
+
+def png(context: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """As `writable`, of a picture. RecordError when the name ends as that of another kind of picture does."""
+    if path is not None and path.suffix.lower() != ".png":
+        raise RecordError(f"{path}: figures are PNG; give {option.opts[0]} a name that ends in .png")
+    return writable(context, option, path)
 
 
 def directory(path: Path) -> Path:

@@ -18,16 +18,22 @@ class Change(NamedTuple):
     """What one token changed.
 
     rows: int32 [n], the slot of each predicted neuron; valid once the slots named in load_slots have been filled.
-    load_ids, load_slots: int32 [m], neurons to bring and where. evicted: neurons that left. moved: slots that were
-    copied to close a hole. trimmed: tokens whose neurons left inside the window, for want of slots.
+    load_ids, load_slots: int32 [m], neurons to bring and where. evicted: neurons that left. moves: int32 [moved, 2],
+    (from, to), slots that were copied to close a hole, before anything is loaded. trimmed: tokens whose neurons left
+    inside the window, for want of slots.
     """
 
     rows: NDArray[np.int32]
     load_ids: NDArray[np.int32]
     load_slots: NDArray[np.int32]
     evicted: int
-    moved: int
+    moves: NDArray[np.int32]
     trimmed: int
+
+    @property
+    def moved(self) -> int:
+        """Slots that were copied."""
+        return len(self.moves)
 
 
 class Slots:
@@ -35,19 +41,29 @@ class Slots:
 
     d_ff: neurons of the layer. capacity: slots. slot_bytes: bytes of a neuron's rows. bias: float32 [d_ff], up biases.
     matrix: uint8 [capacity * slot_bytes], on a page boundary, for the caller to fill. pointer: int32 [capacity], the
-    neuron in each slot, or -1. bias (as an attribute): float32 [capacity], by slot.
+    neuron in each slot, or -1. bias (as an attribute): float32 [capacity], by slot. matrix may be given; an empty one
+    says that the slots are where only the caller reaches them, who then makes the moves of each Change. So may the
+    array of biases by slot.
     """
 
-    def __init__(self, d_ff: int, capacity: int, slot_bytes: int, bias: NDArray[np.float32]) -> None:
+    def __init__(
+        self,
+        d_ff: int,
+        capacity: int,
+        slot_bytes: int,
+        bias: NDArray[np.float32],
+        matrix: NDArray[np.uint8] | None = None,
+        slot_bias: NDArray[np.float32] | None = None,
+    ) -> None:
         if capacity < 1 or slot_bytes < 1:
             raise ValueError(f"capacity={capacity} and slot_bytes={slot_bytes} must be at least 1")
         _check_bias(bias, d_ff)
         self.d_ff = d_ff
         self.capacity = capacity
         self.slot_bytes = slot_bytes
-        self.matrix = _native.aligned_buffer(capacity * slot_bytes)
+        self.matrix = _native.aligned_buffer(capacity * slot_bytes) if matrix is None else matrix
         self.pointer = np.full(capacity, -1, np.int32)
-        self.bias = np.zeros(capacity, np.float32)
+        self.bias = np.zeros(capacity, np.float32) if slot_bias is None else slot_bias
         self._table = _native.SlotTable(
             d_ff, capacity, slot_bytes, self.matrix, self.pointer, self.bias, np.array(bias, np.float32)
         )
@@ -134,12 +150,12 @@ class ReferenceSlots:
         self._last_k_active = [*kept, (self._clock, set(wanted))]
         load = [i for i in wanted if i not in held]
         leaving = sorted((before - held) | (held - resident))
-        load_slots, moved = self._place(leaving, load)
+        load_slots, moves = self._place(leaving, load)
         slot_of = {int(i): slot for slot, i in enumerate(self.pointer[: self.num_used])}
         rows = np.array([slot_of[i] for i in wanted], np.int32)
-        return Change(rows, np.array(load, np.int32), np.array(load_slots, np.int32), len(leaving), moved, trimmed)
+        return Change(rows, np.array(load, np.int32), np.array(load_slots, np.int32), len(leaving), moves, trimmed)
 
-    def _place(self, leaving: list[int], load: list[int]) -> tuple[list[int], int]:
+    def _place(self, leaving: list[int], load: list[int]) -> tuple[list[int], NDArray[np.int32]]:
         where = {int(i): slot for slot, i in enumerate(self.pointer[: self.num_used])}
         holes = sorted(where[i] for i in leaving)
         self.pointer[holes] = -1
@@ -151,12 +167,13 @@ class ReferenceSlots:
         open_holes = [slot for slot in holes[len(load) :] if slot < used]
         tail = [slot for slot in range(used, self.num_used) if self.pointer[slot] >= 0]
         rows = self.matrix.reshape(self.capacity, self.slot_bytes)
-        for hole, slot in zip(open_holes, tail, strict=True):
+        moves = np.array([*zip(tail, open_holes, strict=True)], np.int32).reshape(-1, 2)
+        for slot, hole in moves.tolist():
             rows[hole] = rows[slot]
             self._put(hole, int(self.pointer[slot]))
         self.num_used = used
         self.pointer[used:] = -1
-        return load_slots, len(open_holes)
+        return load_slots, moves
 
     def _put(self, slot: int, neuron: int) -> None:
         self.pointer[slot] = neuron

@@ -9,11 +9,45 @@ from workbench.errors import DeviceError
 
 if TYPE_CHECKING:
     from workbench.ablation import Ablation
-    from workbench.engines.torch_cpu import TorchCpuEngine
+    from workbench.engines.pipeline import FlashEngine
+    from workbench.flash.store import Store
     from workbench.predictor.low_rank import Predictors
     from workbench.spec import RunSpec
 
-BACKENDS = ("torch-cpu",)
+BACKENDS = ("torch-cpu", "mlx-metal", "mlx-cuda", "mlx-cpu")
+
+
+def check_backend(backend: str) -> None:
+    """DeviceError, saying what to do, for a name that is none and for a backend that this machine cannot run."""
+    if backend not in BACKENDS:
+        raise DeviceError(f"backend {backend!r} is not available; choose one of {', '.join(BACKENDS)}")
+    if backend.startswith("mlx"):
+        from workbench.engines.mlx.device import check_device
+
+        check_device(backend)
+
+
+def device_of(backend: str) -> str:
+    """What a backend computes on, as records name it: 'cpu', or the name of the GPU."""
+    if backend in ("torch-cpu", "mlx-cpu"):
+        return "cpu"
+    from workbench.engines.mlx.device import gpu_info
+
+    return str(gpu_info().get("device_name", backend.removeprefix("mlx-")))
+
+
+def open_engine(
+    store: Store, ablation: Ablation, predictors: Predictors | None, run: RunSpec, backend: str = "torch-cpu"
+) -> FlashEngine:
+    """An opened store as an engine. Raises as `load` does."""
+    check_backend(backend)
+    if backend == "torch-cpu":
+        from workbench.engines.torch_cpu import TorchCpuEngine
+
+        return TorchCpuEngine(store, ablation, predictors, run)
+    from workbench.engines.mlx.engine import MlxEngine
+
+    return MlxEngine(store, ablation, predictors, run, backend)
 
 
 def load(
@@ -24,18 +58,16 @@ def load(
     backend: str = "torch-cpu",
     dram: str | None = None,
     run: RunSpec | None = None,
-) -> TorchCpuEngine:
+) -> FlashEngine:
     """Open a flash store as an engine.
 
     `dram` is short for a `RunSpec` with that budget. Raises `DeviceError` for a backend that is not
     there, `StoreError`, `PredictorError`, `BudgetError` or `AblationError` for what cannot run.
     """
-    if backend not in BACKENDS:
-        raise DeviceError(f"backend {backend!r} is not available; choose one of {', '.join(BACKENDS)}")
+    check_backend(backend)
     import dataclasses
 
     from workbench.ablation import Ablation
-    from workbench.engines.torch_cpu import TorchCpuEngine
     from workbench.flash.store import Store
     from workbench.predictor.low_rank import Predictors
     from workbench.spec import RunSpec
@@ -45,4 +77,4 @@ def load(
         run = dataclasses.replace(run, dram=dram)
     if isinstance(predictors, str | Path):
         predictors = Predictors.load(predictors)
-    return TorchCpuEngine(Store.open(store), ablation or Ablation(), predictors, run)
+    return open_engine(Store.open(store), ablation or Ablation(), predictors, run, backend)

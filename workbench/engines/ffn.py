@@ -70,11 +70,11 @@ class PackedPredictor:
 @dataclass
 class Biases:
     """Of one layer's FFN: `first` float32 [d_ff], of the row that the activation sits on; `up` float32 [d_ff] of a
-    gated FFN's up row, or None; `down` [d_model] or None."""
+    gated FFN's up row, or None; `down` float32 [d_model] or None."""
 
     first: np.ndarray[Any, Any]
     up: np.ndarray[Any, Any] | None
-    down: torch.Tensor | None
+    down: np.ndarray[Any, Any] | None
 
 
 class FlashFFN(nn.Module):
@@ -100,12 +100,19 @@ class FlashFFN(nn.Module):
         on_flash = self._on_flash()
         self.slots, self.resident_ids, self.other_ids = None, self.all_ids[:0], on_flash
         if capacity:
-            self.slots = Slots(shared.store.spec.d_ff, capacity, shared.slot_bytes, self.biases.first)
+            self.slots = self._new_slots(capacity)
         if self.slots is not None and shared.ablation.predictor == "off":
             ids = np.sort(on_flash[:capacity])
-            self._fetch(ids, self.all_ids[: len(ids)], self.slots.matrix, sequential=True)
+            self._fill(ids, self.slots)
             self.slots.update(ids, 0)
             self.resident_ids, self.other_ids = ids, on_flash[capacity:]
+
+    def _new_slots(self, capacity: int) -> Slots:
+        return Slots(self.shared.store.spec.d_ff, capacity, self.shared.slot_bytes, self.biases.first)
+
+    def _fill(self, ids: np.ndarray[Any, Any], slots: Slots) -> None:
+        """Bring neurons into the first slots."""
+        self._fetch(ids, self.all_ids[: len(ids)], slots.matrix, sequential=True)
 
     def _on_flash(self) -> np.ndarray[Any, Any]:
         """All neurons, in the order in which they lie in the file that is read."""
@@ -121,7 +128,7 @@ class FlashFFN(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         out = self._token(rows[0])[None] if len(rows) == 1 else self._prompt(rows)
         if self.biases.down is not None:
-            out += self.biases.down
+            out += torch.from_numpy(self.biases.down)
         return out.view(x.shape)
 
     # one token

@@ -15,7 +15,9 @@ class TokenStats:
     total_ms = io_ms + mem_ms + compute_ms; predictor_ms is a part of compute_ms, shown apart.
     Neuron counts are of all layers together. `active` counts the computed neurons that fired: with
     the oracle, every neuron that fires. `oracle_ms`, what finding the true activations took, is in
-    none of the other figures, since no pipeline could have them.
+    none of the other figures, since no pipeline could have them. `wait_ms`, a part of compute_ms: what the CPU
+    waited for a GPU to finish, in `waits` waits. On a GPU, whose work cannot be timed piece by piece while it runs,
+    predictor_ms is what the predictors took when they were timed by themselves.
     """
 
     position: int
@@ -32,6 +34,8 @@ class TokenStats:
     loaded: int
     in_window: int
     window_trims: int
+    wait_ms: float = 0.0
+    waits: int = 0
 
 
 class StepClock:
@@ -41,8 +45,8 @@ class StepClock:
         self.begin()
 
     def begin(self) -> None:
-        self.seconds = {"io": 0.0, "mem": 0.0, "predictor": 0.0, "oracle": 0.0}
-        self.read_bytes = self.reads = 0
+        self.seconds = {"io": 0.0, "mem": 0.0, "predictor": 0.0, "oracle": 0.0, "wait": 0.0}
+        self.read_bytes = self.reads = self.waits = 0
         self.active = self.predicted = self.loaded = self.in_window = self.window_trims = 0
         self.began = time.perf_counter()
 
@@ -53,6 +57,13 @@ class StepClock:
             yield
         finally:
             self.seconds[part] += time.perf_counter() - began
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """A wait for a GPU."""
+        self.waits += 1
+        with self.time("wait"):
+            yield
 
     def finish(self, position: int) -> TokenStats:
         ms = {part: 1000 * seconds for part, seconds in self.seconds.items()}
@@ -72,4 +83,6 @@ class StepClock:
             loaded=self.loaded,
             in_window=self.in_window,
             window_trims=self.window_trims,
+            wait_ms=ms["wait"],
+            waits=self.waits,
         )

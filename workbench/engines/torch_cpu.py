@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,290 +9,41 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.ablation import Ablation
-from workbench.engines.budget import DramPlan, compute_threads, context_tokens, plan_dram, slot_bytes
-from workbench.engines.ffn import Biases, FlashFFN, PackedPredictor, Shared
-from workbench.engines.kv import PreallocatedLayer, cache_argument, new_cache
+from workbench.engines.ffn import FlashFFN, Shared
+from workbench.engines.kv import cache_argument, new_cache
 from workbench.engines.layers import StoredLinear, use_stored_weights
+from workbench.engines.pipeline import FlashEngine
 from workbench.engines.resident import ResidentWeights
-from workbench.engines.setting import Setting
-from workbench.engines.stats import StepClock, TokenStats
-from workbench.engines.text import TextEngine
-from workbench.errors import AblationError, BudgetError, DataError, StoreError, WorkbenchError
-from workbench.flash.placement import Placement, check_present, read_placement
-from workbench.flash.reader import FlashReader, aligned_buffer
-from workbench.flash.store import Store
-from workbench.models import family
-from workbench.predictor.fingerprint import fingerprint
-from workbench.predictor.low_rank import Predictors
-from workbench.spec import RunSpec
 
 
-class TorchCpuEngine(TextEngine):
-    """Runs a store on the CPU. Not for several threads at once, but for `check`.
-
-    `setting`, or its parts `ablation`, `run` and `predictors`, may be set at any time and hold from the next token on;
-    the text so far (the KV cache) stays. What cannot be is refused at once; what fails while it is being set up (flash
-    that cannot be read) leaves the former setting in use. `plan` says where the DRAM goes. Close it, or use it in
-    `with`, to give back its threads, files and DRAM.
-    """
+class TorchCpuEngine(FlashEngine):
+    """Runs a store on the CPU, in transformers' own modules."""
 
     backend = "torch-cpu"
 
-    def __init__(self, store: Store, ablation: Ablation, predictors: Predictors | None, run: RunSpec):
-        self.store, self.spec, self.family = store, store.spec, family(store.spec.model_type)
-        self.position = 0
-        self._fingerprint: str | None = None
-        self._placement: Placement | None = None
-        self._wanted = Setting(ablation, run, predictors)
-        self._present: Setting | None = None  # what is set up; None while it is not known to be whole
-        self.plan = self.check(self._wanted)
-        self.clock = StepClock()
-        self.reader: FlashReader | None = None
-        self._spare: tuple[tuple[str, int, int], FlashReader] | None = None  # opened when a setting asked for it
-        self.model: Any = self.family.skeleton(store.spec)
-        self.weights: Any = ResidentWeights(store, self.model, self.clock)
-        self.cache: Any = None
-        self.shared: Any = None  # Shared, once set up
-        self.ffns: list[FlashFFN] = []
-        self._closed = False
-        try:
-            self._set_up(self._wanted)
-        except BaseException:
-            self.close()
-            raise
+    def _begin(self) -> None:
+        self.model = self.family.skeleton(self.spec)
+        self.weights = ResidentWeights(self.store, self.model, self.clock)
+        use_stored_weights(self.model, self.store.dtype, 0)
         self._cache_argument = cache_argument(self.model)
-        self.reset()
 
-    # life
+    def _use_threads(self, threads: int) -> None:
+        for module in self.model.modules():
+            if isinstance(module, StoredLinear):
+                module.threads = threads
 
-    def __enter__(self) -> TorchCpuEngine:
-        return self
+    def _new_ffn(self, shared: Shared, layer: int) -> FlashFFN:
+        ffn = FlashFFN(shared, layer, self._biases(layer))
+        self.family.install(self.model, layer, ffn)
+        self._layer(layer).register_forward_pre_hook(self._before_layer(layer))
+        return ffn
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _new_cache(self, capacity: int) -> Any:
+        return new_cache(self.spec, capacity)
 
-    @property
-    def closed(self) -> bool:
-        """Whether it has given everything back."""
-        return self._closed
-
-    def close(self) -> None:
-        """Give back files, threads and DRAM. The engine cannot be used afterwards."""
-        self._closed, self._present = True, None
-        for reader in (self.reader, self._spare[1] if self._spare else None):
-            if reader is not None:
-                reader.close()
-        self.ffns, self.reader, self._spare = [], None, None
-        self.model, self.cache, self.weights, self.shared = None, None, None, None
-
-    def reset(self) -> None:
-        """Forget the text so far: KV cache and neuron windows."""
-        self._refuse_closed()
-        self.cache = new_cache(self.spec, context_tokens(self.store, self.run))
-        self.position = 0
-        for ffn in self.ffns:
-            ffn.clear()
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise BudgetError("engine: it is closed; load the store again")
-
-    # setting
-
-    @property
-    def setting(self) -> Setting:
-        """Techniques, run and predictors from the next token on."""
-        return self._wanted
-
-    @setting.setter
-    def setting(self, value: Setting) -> None:
-        self._refuse_closed()
-        self.check(value)  # refused now, not in the middle of a token
-        self._open_ahead(value)
-        self._wanted = value
-
-    @property
-    def ablation(self) -> Ablation:
-        """The techniques in use from the next token on."""
-        return self._wanted.ablation
-
-    @ablation.setter
-    def ablation(self, value: Ablation) -> None:
-        self.setting = dataclasses.replace(self._wanted, ablation=value)
-
-    @property
-    def run(self) -> RunSpec:
-        """How the pipeline runs from the next token on. `seed` holds for the next `generate`."""
-        return self._wanted.run
-
-    @run.setter
-    def run(self, value: RunSpec) -> None:
-        self.setting = dataclasses.replace(self._wanted, run=value)
-
-    @property
-    def predictors(self) -> Predictors | None:
-        """The predictors from the next token on, such as `engine.predictors.at(0.02)` for other thresholds."""
-        return self._wanted.predictors
-
-    @predictors.setter
-    def predictors(self, value: Predictors | None) -> None:
-        self.setting = dataclasses.replace(self._wanted, predictors=value)
-
-    def check(self, setting: Setting) -> DramPlan:
-        """Where the DRAM would go. AblationError, PredictorError, StoreError (not placed) or
-        BudgetError when that cannot run, or when its
-        context is shorter than the text so far. Changes nothing; any thread may ask while another makes tokens."""
-        if setting.ablation.predictor == "low_rank" and setting.predictors is None:
-            raise AblationError(
-                "ablation: predictor='low_rank' needs trained predictors; "
-                "pass --predictors DIR or use predictor='oracle'"
-            )
-        if setting.predictors is not None:
-            if self._fingerprint is None:
-                rows = (self.store.activated_rows(i) for i in range(self.spec.num_layers))
-                self._fingerprint = fingerprint(rows)
-            setting.predictors.check(self.spec, self._fingerprint)
-        if setting.ablation.placement:
-            if self._placement is None:
-                self._placement = read_placement(self.store)
-            check_present(self._placement)
-        capacity = context_tokens(self.store, setting.run)
-        if capacity < self.position:
-            raise BudgetError(
-                f"{self.store.path}: a context of {capacity} is shorter than the text so far, {self.position} tokens; "
-                "reset first, or ask for a larger context"
-            )
-        return plan_dram(self.store, setting.ablation, setting.predictors, setting.run)
-
-    def _open_ahead(self, setting: Setting) -> None:
-        """Open the reader that a setting asks for, so that flash which cannot be read that way is refused now."""
-        if self._spare is not None and self._spare[0] != setting.reader:
-            self._spare[1].close()
-            self._spare = None
-        if self._spare is None and (self._present is None or self._present.reader != setting.reader):
-            reader = FlashReader(setting.ablation.io, setting.run.depth, setting.run.chunk_bytes)
-            try:
-                for path in (self.store.bundled_path, self.store.split_path, self.store.resident_path):
-                    reader.close_file(reader.open(path))
-            except BaseException:
-                reader.close()
-                raise
-            self._spare = (setting.reader, reader)
-
-    def settle(self) -> None:
-        """Set up what is wanted now; the next token would do it. Where that fails, the setting is the former again."""
-        self._refuse_closed()
-        wanted, former = self._wanted, self._present
-        if former is not None and former.same(wanted):
-            return
-        try:
-            self._set_up(wanted)
-        except BaseException:
-            if former is not None:
-                self._wanted = former
-                if self._present is None:
-                    with contextlib.suppress(WorkbenchError):  # flash is gone: the next token says so again
-                        self._set_up(former)
-            raise
-
-    def _set_up(self, new: Setting) -> None:
-        """From the present setting to another. What need not change, stays; what goes is given back before anything
-        new is filled. Until the end the engine counts as half-changed."""
-        old, plan = self._present, self.check(new)
-        self._open_ahead(new)
-        self._present = None
-        shared = self._take_shared(new)
-        if len(shared.scratch) != plan.scratch_bytes:
-            shared.scratch = aligned_buffer(0)
-            shared.scratch = aligned_buffer(plan.scratch_bytes)
-        slots = [ffn.slots.capacity if ffn.slots is not None else 0 for ffn in self.ffns]
-        keep_slots = old is not None and (old.ablation.predictor == "off") == (new.ablation.predictor == "off")
-        keep_slots = keep_slots and slots == list(plan.slots)
-        if old is not None and new.ablation.predictor == "off":  # which neurons stay goes by their places on flash
-            keep_slots = keep_slots and old.ablation.placement == new.ablation.placement
-        if not keep_slots:
-            for ffn in self.ffns:
-                ffn.slots = None
-        for layer in self.cache.layers if self.cache is not None else ():
-            layer.resize(context_tokens(self.store, new.run))
-        if old is None or old.ablation.hybrid != new.ablation.hybrid:
-            self._bind_resident(shared, new.ablation.hybrid)
-        low_rank = new.ablation.predictor == "low_rank"
-        for index, ffn in enumerate(self.ffns):
-            if low_rank and (ffn.predictor is None or old is None or old.predictors is not new.predictors):
-                assert new.predictors is not None
-                ffn.predictor = PackedPredictor(new.predictors.layers[index])
-            elif not low_rank:
-                ffn.predictor = None
-            if not keep_slots:
-                ffn.set_slots(plan.slots[index])
-            elif old is not None and old.ablation.windowing != new.ablation.windowing:
-                ffn.clear()
-        self._present, self.plan = new, plan
-
-    def _take_shared(self, new: Setting) -> Shared:
-        """What all layers have in common, with the reader and the threads of a setting."""
-        threads = compute_threads(new.run)
-        if self._spare is not None:
-            former, self.reader, self._spare = self.reader, self._spare[1], None
-            if former is not None:
-                former.close()
-            files = (self.reader.open(self.store.bundled_path), self.reader.open(self.store.split_path))
-            if self.shared is not None:
-                self.shared.placed = None
-        else:
-            files = (self.shared.bundled, self.shared.split)
-        assert self.reader is not None
-        if self.shared is None:
-            use_stored_weights(self.model, self.store.dtype, threads)
-            self.shared = Shared(
-                self.store, new.run, self.clock, new.ablation, self.reader, *files, aligned_buffer(0),
-                slot_bytes(self.store), threads,
-            )  # fmt: skip
-        shared: Shared = self.shared
-        if shared.threads != threads:
-            for module in self.model.modules():
-                if isinstance(module, StoredLinear):
-                    module.threads = threads
-        shared.ablation, shared.run, shared.reader, shared.threads = new.ablation, new.run, self.reader, threads
-        shared.bundled, shared.split = files
-        if new.ablation.placement and shared.placed is None:
-            assert self._placement is not None
-            shared.placed, shared.placement = self.reader.open(self._placement.placed_path), self._placement
-        return shared
-
-    def _bind_resident(self, shared: Shared, hybrid: bool) -> None:
-        assert self.reader is not None
-        if hybrid:
-            self.weights.make_resident(self.reader)
-        else:
-            self.weights.make_streamed()
-        layers = range(self.spec.num_layers)
-        if not self.ffns:
-            self.ffns = [FlashFFN(shared, i, self._biases(i)) for i in layers]
-            for i, ffn in enumerate(self.ffns):
-                self.family.install(self.model, i, ffn)
-                self._layer(i).register_forward_pre_hook(self._before_layer(i))
-        for i in layers:
-            if not hybrid:
-                # biases are a few KiB and part of the slots: they are read once
-                self.weights.load(self.reader, f"layer.{i}")
-            self.ffns[i].biases = self._biases(i)
-
-    def _biases(self, layer: int) -> Biases:
-        names = self.family.ffn_names(self.spec, layer)
-        up, down, gate = (self._bias(name) for name in (names.up_bias, names.down_bias, names.gate_bias))
-        first = gate if self.spec.gated else up
-        return Biases(
-            np.zeros(self.spec.d_ff, np.float32) if first is None else first.numpy(),
-            up.numpy() if self.spec.gated and up is not None else None,
-            down,
-        )
-
-    def _bias(self, name: str | None) -> torch.Tensor | None:
-        stored = self.weights.extra.get(name or "")
-        return None if stored is None else stored.float().clone()
+    def _bias(self, name: str) -> np.ndarray[Any, Any] | None:
+        stored = self.weights.extra.get(name)
+        return None if stored is None else stored.float().clone().numpy()
 
     def _layer(self, index: int) -> torch.nn.Module:
         name = next(n for n in self.store.group(f"layer.{index}").tensors)
@@ -308,61 +57,14 @@ class TorchCpuEngine(TextEngine):
 
         return hook
 
-    # tokens
-
-    def _forward(self, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
-        """Logits float32 [keep, vocab] of the last of `ids` [tokens], which follow the text so far."""
+    def _logits(self, ids: list[int], keep: int) -> torch.Tensor:
         assert self.reader is not None
-        self.check_length(self.position + len(ids))
         if not self.shared.ablation.hybrid:
             self.weights.load(self.reader, "embed")
             self.weights.load(self.reader, "head")
+        given = {"use_cache": True, "logits_to_keep": keep, self._cache_argument: self.cache}
         with torch.no_grad(), _torch_threads(1 if len(ids) == 1 else self.shared.threads):
-            try:
-                out = self.model(
-                    input_ids=ids[None], use_cache=True, logits_to_keep=keep, **{self._cache_argument: self.cache}
-                )
-            except BaseException:
-                self.rewind(self.position)  # the first layers have keys of tokens that the others never saw
-                raise
-        self.position += len(ids)
-        logits = out.logits[0].float()
-        if not torch.isfinite(logits).all():
-            raise StoreError(
-                f"{self.store.path}: logits that are not finite, so weights are damaged; run `workbench verify` on it"
-            )
-        return logits
-
-    def step(self, token: int) -> tuple[torch.Tensor, TokenStats]:
-        """Take one token; logits [vocab] for the next, and what it cost."""
-        self.settle()
-        self.clock.begin()
-        logits = self._forward(torch.tensor([token]))[-1]
-        return logits, self.clock.finish(self.position - 1)
-
-    def prefill(self, ids: list[int], keep: int = 0) -> tuple[torch.Tensor, TokenStats]:
-        """Take several tokens at once, each with its own neurons, the union of which is read once; and what it cost.
-
-        Returns logits [vocab] for the next token; with `keep`, logits [keep, vocab] after each of the last tokens.
-        """
-        if not ids:
-            raise DataError("prompt: it has no tokens; give at least one word")
-        if not 0 <= keep <= len(ids):
-            raise ValueError(f"keep={keep} is not in 0..{len(ids)}, the tokens given")
-        self.settle()
-        self.clock.begin()
-        logits = self._forward(torch.tensor(ids), max(1, keep))
-        return logits if keep else logits[-1], self.clock.finish(self.position - 1)
-
-    def rewind(self, position: int) -> None:
-        """Forget the text after its first `position` tokens. The neuron windows stay: they decide what is read, not
-        what comes out."""
-        if not 0 <= position <= self.position:
-            raise ValueError(f"position={position} is not in 0..{self.position}, the tokens so far")
-        for layer in self.cache.layers if self.cache is not None else ():
-            assert isinstance(layer, PreallocatedLayer)
-            layer.rewind(position)
-        self.position = position
+            return self.model(input_ids=torch.tensor([ids]), **given).logits[0].float()
 
 
 @contextmanager

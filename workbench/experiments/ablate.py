@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from workbench.ablation import PAPER_ROWS, Ablation
+from workbench.engines import check_backend, device_of, open_engine
 from workbench.engines.budget import process_rss
+from workbench.engines.pipeline import FlashEngine
 from workbench.engines.stats import TokenStats
-from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import AblationError, DataError
 from workbench.experiments.flash_bench import random_throughput
 from workbench.experiments.record import SCHEMA, commit, machine, model_name, run_info, write_json
@@ -80,6 +81,7 @@ def ablate(
     prompt: int = 64,
     tokens: int = 64,
     row_seconds: float = 600.0,
+    backend: str = "torch-cpu",
     predictors_name: str = "",
     partial: Path | None = None,
     progress: Progress | None = None,
@@ -90,7 +92,7 @@ def ablate(
 
     A row ends after `tokens` counted tokens, or when it has run for `row_seconds` and has counted at least 4. Finished
     rows are kept in `partial`: the same request made again goes on after them. `data`: the card of the text, kept in
-    the record. AblationError when a row cannot run.
+    the record. AblationError when a row cannot run, DeviceError for a backend that is not there.
     """
     run = run or RunSpec()
     rows = dict(rows if rows is not None else default_rows(predictors))
@@ -103,8 +105,9 @@ def ablate(
         )
     if any(a.placement for a in rows.values()):
         read_placement(store)  # refused now, not after the rows before it
+    check_backend(backend)
     text = text[: prompt + WARM_UP + tokens]
-    request = _request(store, predictors, text, rows, run, prompt, row_seconds)
+    request = _request(store, predictors, text, rows, run, prompt, row_seconds, backend)
     done = _load_partial(partial, request)
     memory = read_bandwidth(256 << 20, run.compute_threads)
     total = len(rows) * (len(text) - prompt)
@@ -114,7 +117,7 @@ def ablate(
             if progress:
                 begun = index * (len(text) - prompt)
                 tick = functools.partial(_tick, progress, name, begun, total)
-            done[name] = _row(name, ablation, store, predictors, text, prompt, run, row_seconds, memory, tick)
+            done[name] = _row(name, ablation, store, predictors, text, prompt, run, row_seconds, memory, tick, backend)
             if partial:
                 write_json(partial, {"request": request, "rows": done})
     if progress:
@@ -123,11 +126,11 @@ def ablate(
     return {
         "schema": SCHEMA,
         "kind": "ablation",
-        "machine": {**machine(store.path), "memory_bytes_per_s": memory},
+        "machine": {**machine(store.path, device_of(backend)), "memory_bytes_per_s": memory},
         "run": run_info(
             model_name(store), store.spec, store.dtype, tokens=len(text) - prompt - WARM_UP, io=engines,
             window=run.window, dram=run.dram,
-            seed=run.seed, predictors=predictors_name, command=command, data=data,
+            seed=run.seed, predictors=predictors_name, command=command, data=data, backend=backend,
         ),
         "rows": [done[name] for name in rows],
     }  # fmt: skip
@@ -160,9 +163,10 @@ def _row(
     row_seconds: float,
     memory: float,
     tick: Callable[[int], None] | None,
+    backend: str,
 ) -> dict[str, Any]:
     peak = PeakRss()
-    with TorchCpuEngine(store, ablation, predictors, run) as engine:
+    with open_engine(store, ablation, predictors, run, backend) as engine:
         flash = _probe_flash(store, ablation, run)
         engine.prefill(text[:prompt].tolist())
         steps: list[TokenStats] = []
@@ -199,6 +203,9 @@ def _row(
     for part in TIMES:
         values = [getattr(s, f"{part}_ms") for s in steps]
         row[f"{part}_ms"], row[f"{part}_ms_p95"] = float(np.median(values)), float(np.percentile(values, 95))
+    if any(s.waits for s in steps):
+        row["waits"] = float(np.mean([s.waits for s in steps]))
+        row["wait_ms"] = float(np.median([s.wait_ms for s in steps]))
     for count_name in ("active", "predicted", "loaded", "in_window"):
         row[count_name] = float(np.mean([getattr(s, count_name) for s in steps]))
     return row
@@ -217,16 +224,14 @@ def _probe_flash(store: Store, ablation: Ablation, run: RunSpec) -> float:
     return random_throughput(path, ablation.io, size, run.depth, PROBE_SECONDS, np.random.default_rng(run.seed))[0]
 
 
-def _touched_bytes(store: Store, engine: TorchCpuEngine, steps: list[TokenStats]) -> float:
+def _touched_bytes(store: Store, engine: FlashEngine, steps: list[TokenStats]) -> float:
     """Bytes of DRAM that a token's arithmetic must read: resident matrices, predictors, and of the FFN the row that
     decides of each computed neuron and the other rows of those that fire. Of the embedding, only a tied head reads it
     whole."""
     resident = sum(slot.nbytes for group in store.groups for slot in group.tensors.values())
     lookups = {"embed": sum(slot.nbytes for slot in store.group("embed").tensors.values())}
-    names = [name for group in store.groups for name in group.tensors]
-    if "lm_head.weight" not in names:
-        head = engine.model.get_input_embeddings().weight
-        lookups["embed"] -= head.numel() * head.element_size()
+    for embedding in engine.family.tied(store.spec).values():
+        lookups["embed"] -= store.group("embed").tensors[embedding].nbytes
     row = store.layout.row_bytes
     computed = float(np.mean([s.predicted for s in steps])) * row
     fired = float(np.mean([s.active for s in steps])) * (store.layout.parts - 1) * row
@@ -241,6 +246,7 @@ def _request(
     run: RunSpec,
     prompt: int,
     row_seconds: float,
+    backend: str,
 ) -> str:
     """A digest of everything that decides a row's result, so that only rows of the same request are taken over."""
     parts = {
@@ -252,6 +258,7 @@ def _request(
         "run": dataclasses.asdict(run),
         "prompt": prompt,
         "row_seconds": row_seconds,
+        "backend": backend,
         "commit": commit(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

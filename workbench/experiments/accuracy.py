@@ -18,7 +18,7 @@ from workbench.ablation import Ablation
 from workbench.capture.text import DataCard, documents, encode, end_of_text
 from workbench.engines.budget import plan_dram
 from workbench.engines.layers import as_tensor
-from workbench.engines.torch_cpu import TorchCpuEngine
+from workbench.engines.pipeline import FlashEngine
 from workbench.errors import DataError
 from workbench.experiments.harness_tasks import LoadedTask, quiet
 from workbench.flash.store import Store
@@ -82,7 +82,7 @@ def read_text(data: str | Path, tokenizer: Any, span: tuple[int, int | None], to
 
 
 def perplexity(
-    engine: Callable[[], TorchCpuEngine],
+    engine: Callable[[], FlashEngine],
     text: Text,
     tick: Tick | None = None,
     known: dict[str, list[Any]] | None = None,
@@ -107,7 +107,7 @@ def perplexity(
     return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
 
 
-def _negative_log_likelihood(engine: TorchCpuEngine, window: list[int], tick: Tick | None) -> float:
+def _negative_log_likelihood(engine: FlashEngine, window: list[int], tick: Tick | None) -> float:
     engine.reset()
     total, fed, wanted = 0.0, window[:-1], window[1:]
     for at in range(0, len(fed), CHUNK):
@@ -125,7 +125,7 @@ def lean(store: Store, ablation: Ablation, run: RunSpec) -> RunSpec:
     return dataclasses.replace(run, dram=str(plan_dram(store, ablation, None, run).fixed))
 
 
-def missed(engine: TorchCpuEngine, row: Row, ids: list[int]) -> dict[str, Any]:
+def missed(engine: FlashEngine, row: Row, ids: list[int]) -> dict[str, Any]:
     """The share of active neurons that a row leaves out, and predicted/active, over the tokens `ids` of a prompt.
 
     Active: the neurons that fire for the inputs which the row's own FFNs get, found from the store's weights.
@@ -146,7 +146,7 @@ def missed(engine: TorchCpuEngine, row: Row, ids: list[int]) -> dict[str, Any]:
     }
 
 
-def _count(engine: TorchCpuEngine, row: Row, counts: dict[str, int], ffn: Any, args: tuple[torch.Tensor, ...]) -> None:
+def _count(engine: FlashEngine, row: Row, counts: dict[str, int], ffn: Any, args: tuple[torch.Tensor, ...]) -> None:
     x = args[0].reshape(-1, args[0].shape[-1])
     rows = as_tensor(engine.store.activated_rows(ffn.layer), engine.store.dtype).float()
     active = torch.addmm(torch.from_numpy(ffn.biases.first), x, rows.T) > ffn.threshold
@@ -159,7 +159,7 @@ def _count(engine: TorchCpuEngine, row: Row, counts: dict[str, int], ffn: Any, a
     counts["missed"] += int((active & ~predicted).sum())
 
 
-def decode_cost(engine: TorchCpuEngine, ids: list[int], tick: Tick | None = None) -> dict[str, Any]:
+def decode_cost(engine: FlashEngine, ids: list[int], tick: Tick | None = None) -> dict[str, Any]:
     """What a token costs: `ids` token by token after a prompt of PROMPT; the first WARM_UP, which fill the window,
     are not counted. Bytes and neurons are means, times medians with the 95th percentile."""
     engine.reset()

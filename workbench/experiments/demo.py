@@ -11,6 +11,7 @@ from typing import Any
 from workbench import assets
 from workbench.ablation import PAPER_ROWS
 from workbench.capture.text import documents, split_of
+from workbench.engines import check_backend
 from workbench.errors import ReaderError
 from workbench.experiments.ablate import BEYOND_ROWS, WARM_UP, ablate
 from workbench.experiments.convert import convert
@@ -50,6 +51,7 @@ def demo(
     seed: int = 0,
     dram: str = DRAM,
     tokens: int = TOKENS,
+    backend: str = "torch-cpu",
     training: PredictorSpec = TRAINING,
     command: str | None = None,
 ) -> Demo:
@@ -58,6 +60,7 @@ def demo(
     `stage(title)` is told each step as it begins and gives the progress function for it. Steps that are done already
     are not done again: an interrupted demo goes on where it was.
     """
+    check_backend(backend)  # refused now, not after the training
     root = Path(out)
     model, text = assets.path("data/demo-model"), assets.path("data/text")
     store = convert(model, root / "store", dtype="float32", progress=stage("convert the model to a flash store"))
@@ -74,7 +77,7 @@ def demo(
         store, predictors, window, rows=rows, run=RunSpec(dram=dram, seed=seed, context=256),
         prompt=PROMPT, tokens=tokens,
         predictors_name="trained by this run", partial=root / "ablation.partial.json",
-        progress=stage("run every row of table 2"), command=command, data=card,
+        progress=stage("run every row of table 2"), command=command, data=card, backend=backend,
     )  # fmt: skip
     write_json(root / "ablation.json", ablation)
     (root / "ablation.partial.json").unlink(missing_ok=True)

@@ -17,9 +17,10 @@ from typing import Any
 
 from workbench.ablation import Ablation, IoEngine
 from workbench.capture.text import documents as read_documents
+from workbench.engines import open_engine
 from workbench.engines.budget import context_tokens, plan_dram
+from workbench.engines.pipeline import FlashEngine
 from workbench.engines.tokenizer import store_tokenizer
-from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import DataError
 from workbench.experiments.accuracy import (
     NEURONS,
@@ -261,21 +262,21 @@ class _Work:
         if self.progress:
             self.progress(what, self.done, self.total)
 
-    def _perplexity(self, engine: Callable[[], TorchCpuEngine], row: Row, tick: Tick) -> dict[str, Any]:
+    def _perplexity(self, engine: Callable[[], FlashEngine], row: Row, tick: Tick) -> dict[str, Any]:
         assert self.text is not None
         with self.measured.answers(row.name, "perplexity") as known:
             return perplexity(engine, self.text, tick, known, self.measured.write)
 
-    def _quality(self, engine: Callable[[], TorchCpuEngine], row: Row, tick: Tick) -> dict[str, Any]:
+    def _quality(self, engine: Callable[[], FlashEngine], row: Row, tick: Tick) -> dict[str, Any]:
         assert self.text is not None
         return missed(engine(), row, self.text.windows[0][: self.audited])
 
-    def _decode(self, engine: TorchCpuEngine, row: Row, tick: Tick) -> dict[str, Any]:
+    def _decode(self, engine: FlashEngine, row: Row, tick: Tick) -> dict[str, Any]:
         assert self.text is not None
         engine.ablation = row.ablation
         return decode_cost(engine, self.text.windows[0][: PROMPT + self.decoded], tick)
 
-    def _task(self, engine: Callable[[], TorchCpuEngine], row: Row, task: LoadedTask, tick: Tick) -> dict[str, Any]:
+    def _task(self, engine: Callable[[], FlashEngine], row: Row, task: LoadedTask, tick: Tick) -> dict[str, Any]:
         from workbench.experiments.harness import EngineLM
 
         with self.measured.answers(row.name, task.name) as known:
@@ -288,11 +289,11 @@ class _Lazy:
 
     def __init__(self, store: Store, row: Row, run: RunSpec) -> None:
         self.store, self.row, self.run = store, row, run
-        self.engine: TorchCpuEngine | None = None
+        self.engine: FlashEngine | None = None
 
-    def __call__(self) -> TorchCpuEngine:
+    def __call__(self) -> FlashEngine:
         if self.engine is None:
-            self.engine = TorchCpuEngine(self.store, self.row.ablation, self.row.predictors, self.run)
+            self.engine = open_engine(self.store, self.row.ablation, self.row.predictors, self.run)
         return self.engine
 
     def __enter__(self) -> _Lazy:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from workbench.engines.torch_cpu import TorchCpuEngine
+from workbench.engines import device_of
+from workbench.engines.pipeline import FlashEngine
 from workbench.experiments.record import SCHEMA, machine, model_name, run_info
 
 
 def stream(
-    engine: TorchCpuEngine,
+    engine: FlashEngine,
     prompt: str,
     max_new_tokens: int,
     *,
@@ -44,10 +45,10 @@ def stream(
     return {
         "schema": SCHEMA,
         "kind": "generation",
-        "machine": machine(engine.store.path),
+        "machine": machine(engine.store.path, device_of(engine.backend)),
         "run": run_info(
             model_name(engine.store), engine.spec, engine.store.dtype, tokens=len(steps), io=engine.ablation.io,
-            window=run.window, dram=run.dram, seed=run.seed,
+            window=run.window, dram=run.dram, seed=run.seed, backend=engine.backend,
         ),
         "ablation": dataclasses.asdict(engine.ablation),
         "prompt": prompt,

@@ -17,8 +17,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from workbench.engines.budget import context_tokens
+from workbench.engines.pipeline import FlashEngine
 from workbench.engines.sampling import next_token
-from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import DataError
 from workbench.experiments.accuracy import SAVE_SECONDS
 
@@ -40,7 +40,7 @@ class EngineLM(TemplateLM):
 
     def __init__(
         self,
-        engine: TorchCpuEngine,
+        engine: FlashEngine,
         *,
         known: dict[str, list[Any]] | None = None,
         save: Callable[[], None] | None = None,

@@ -20,10 +20,10 @@ from workbench.ablation import Ablation
 from workbench.analysis import placement as orders
 from workbench.capture.activations import FfnTap, dense, run_trunk, tokenizer
 from workbench.capture.text import DataCard, split_of, windows_and_card
+from workbench.engines import open_engine
 from workbench.engines.budget import context_tokens, plan_dram
 from workbench.engines.ffn import PackedPredictor
 from workbench.engines.stats import TokenStats
-from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import BudgetError, DataError, StoreError
 from workbench.experiments.record import SCHEMA, machine, model_name, run_info
 from workbench.flash.placement import Placement, is_placed, read_placement, write_placement
@@ -47,7 +47,7 @@ MOST_RUN = 8
 """Runs of so many neurons and more are counted together."""
 SPECTRAL_MOST = 4096
 Progress = Callable[[str, int, int], None]
-Layers = list[list[np.ndarray]]
+Layers = list[orders.PackedLoads]
 """By layer and token: sorted ids."""
 
 
@@ -60,7 +60,7 @@ def place(
     predictors_name: str = "",
     tokens: int = 16384,
     held_out: int = 4096,
-    method: str = "chain",
+    method: str = "clusters",
     run: RunSpec | None = None,
     rounds: int = 6,
     compare: bool = False,
@@ -192,13 +192,13 @@ class _Capture:
     def loads(self, windows: Sequence[np.ndarray], what: str) -> Layers:
         """The neurons loaded by layer and token, each stretch from empty slots; the tokens that fill the window are
         left out."""
-        found: Layers = [[] for _ in self._ups]
+        found: Layers = [orders.PackedLoads() for _ in self._ups]
         window = self._window
 
         def tap(layer: int, x: torch.Tensor, z: torch.Tensor) -> None:
             mask = (self._packed[layer].mask(x) if self._packed is not None else z > 0).numpy()
             uses = [np.flatnonzero(row).astype(self._dtype) for row in mask]
-            found[layer] += orders.loads_of(uses, window)[window:]
+            found[layer].extend(orders.loads_of(uses, window)[window:])
 
         if window >= SEQUENCE:
             raise DataError(
@@ -256,7 +256,7 @@ def gaps_of(flash: orders.Flash) -> list[int]:
     return [flash.gap, *(gap for gap in GAPS if gap != flash.gap)]
 
 
-def _means(loads: list[np.ndarray], order: np.ndarray, flash: orders.Flash) -> tuple[float, float]:
+def _means(loads: orders.Loads, order: np.ndarray, flash: orders.Flash) -> tuple[float, float]:
     reads, nbytes = orders.reads(loads, order, flash)
     return float(reads.mean()), float(nbytes.mean())
 
@@ -266,7 +266,7 @@ def _pair(placement: Placement, layer: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(len(order), dtype=np.int32), order
 
 
-def _layer_row(layer: int, loads: list[np.ndarray], placement: Placement, flash: orders.Flash) -> dict[str, Any]:
+def _layer_row(layer: int, loads: orders.Loads, placement: Placement, flash: orders.Flash) -> dict[str, Any]:
     (own_reads, own_bytes), (reads, nbytes) = (_means(loads, order, flash) for order in _pair(placement, layer))
     return {
         "layer": layer,
@@ -323,7 +323,7 @@ def _measure(
     settings = [(gap, placed) for gap in gaps for placed in (False, True)]
     steps: dict[tuple[int, bool], list[TokenStats]] = {setting: [] for setting in settings}
     total = rounds * len(settings)
-    with TorchCpuEngine(store, base, predictors, run) as engine:
+    with open_engine(store, base, predictors, run) as engine:
         for turn in range(rounds):
             ids = windows[turn % len(windows)].tolist()
             # backwards every other round, so that neither order always runs in the other's wake

@@ -22,14 +22,14 @@ SCHEMA = 1
 PACKAGES = ("torch", "transformers", "numpy", "safetensors")
 
 
-def machine(path: Path) -> dict[str, Any]:
-    """This machine, and the disk that `path` is on, as records name them."""
+def machine(path: Path, device: str = "cpu") -> dict[str, Any]:
+    """This machine, and the disk that `path` is on, as records name them. device: what computed."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "os": f"{platform.system()} {platform.release()}",
-        "device": "cpu",
+        "device": device,
         "disk": _disk(path),
     }
 
@@ -97,8 +97,11 @@ def run_info(
     predictors: str = "",
     command: str | None = None,
     data: Mapping[str, Any] | None = None,
+    backend: str | None = None,
 ) -> dict[str, Any]:
-    """The `run` part of a record. `data`: the card of the text that was read (`DataCard.as_dict()`)."""
+    """The `run` part of a record. `data`: the card of the text that was read (`DataCard.as_dict()`). `backend`: of the
+    engine, where one ran; MLX's version is then among the versions."""
+    packages = [*PACKAGES, *(["mlx"] if backend and backend.startswith("mlx") else [])]
     return {
         "model": model,
         "geometry": geometry(spec),
@@ -108,13 +111,14 @@ def run_info(
         "dram": dram,
         "seed": seed,
         "commit": commit(),
-        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in PACKAGES}},
+        "versions": {"python": platform.python_version(), **{p: importlib.metadata.version(p) for p in packages}},
         "io": io,
         "command": command or this_command(),
         "synthetic": bool(spec.config.get("synthetic", False)),
         "predictors": predictors,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         **({"data": dict(data)} if data is not None else {}),
+        **({"backend": backend} if backend is not None else {}),
     }
 
 

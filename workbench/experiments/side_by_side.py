@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from workbench.ablation import Ablation
-from workbench.engines.torch_cpu import TorchCpuEngine
+from workbench.engines import open_engine
+from workbench.engines.pipeline import FlashEngine
 from workbench.errors import DataError
 from workbench.experiments.accuracy import lean
 from workbench.experiments.record import SCHEMA, machine, model_name, run_info
@@ -54,7 +55,7 @@ def side_by_side(
     total = 2 * len(prompts) * max_new_tokens
     columns = []
     for index, (name, settings) in enumerate((("dense", DENSE), ("predicted", techniques))):
-        with TorchCpuEngine(opened, settings, chosen if index else None, run if index else dense_run) as engine:
+        with open_engine(opened, settings, chosen if index else None, run if index else dense_run) as engine:
             texts = []
             for number, prompt in enumerate(prompts):
                 begun = (index * len(prompts) + number) * max_new_tokens
@@ -93,7 +94,7 @@ def diverges(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 
 def _continue(
-    engine: TorchCpuEngine, prompt: str, count: int, name: str, begun: int, total: int, progress: Progress | None
+    engine: FlashEngine, prompt: str, count: int, name: str, begun: int, total: int, progress: Progress | None
 ) -> dict[str, Any]:
     steps = []
     for step in engine.generate(prompt, count):

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from workbench.errors import SpecError
 from workbench.spec import ModelSpec
 
 Loss = Literal["balanced", "bce", "magnitude", "root_magnitude", "contribution"]
@@ -73,28 +74,28 @@ class PredictorSpec:
         for name in (*counts, "validation_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is below the least value, 1")
+                raise SpecError(f"{name}={value} is below the least value, 1")
         if self.skip_documents < 0:
-            raise ValueError(f"skip_documents={self.skip_documents} is negative")
+            raise SpecError(f"skip_documents={self.skip_documents} is negative")
         if self.last_layers is not None and self.last_layers < 0:
-            raise ValueError(f"last_layers={self.last_layers} is negative")
+            raise SpecError(f"last_layers={self.last_layers} is negative")
         for name in ("validation_share", "false_negative"):
             if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not a share between 0 and 1")
+                raise SpecError(f"{name}={getattr(self, name)} is not a share between 0 and 1")
         if not 0 <= self.warmup < 1:
-            raise ValueError(f"warmup={self.warmup} is not a share from 0 to below 1")
+            raise SpecError(f"warmup={self.warmup} is not a share from 0 to below 1")
         if not 0 < self.learning_rate < float("inf") or not 0 <= self.weight_decay < float("inf"):
-            raise ValueError(
+            raise SpecError(
                 f"learning_rate={self.learning_rate}, weight_decay={self.weight_decay} must be finite and not negative"
             )
         choices = {"loss": Loss, "init": Init, "store_dtype": StoreDType, "input": Input, "allocation": Allocation}
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(allowed))}")
+                raise SpecError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(allowed))}")
         if self.allocation == "measured" and self.init != "regression":
-            raise ValueError("allocation='measured' needs init='regression', whose ranks it compares")
+            raise SpecError("allocation='measured' needs init='regression', whose ranks it compares")
         if self.rank_bytes is not None and self.allocation != "measured":
-            raise ValueError("rank_bytes only goes with allocation='measured'")
+            raise SpecError("rank_bytes only goes with allocation='measured'")
 
     def resolved(self, model: ModelSpec) -> PredictorSpec:
         """The same with every None filled in for this model, ranks at most d_model, sequence at most its positions."""

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from workbench.errors import SpecError
 from workbench.spec import ModelSpec
 
 Activation = Literal["relu", "shifted_relu"]
@@ -72,35 +73,35 @@ class RelufySpec:
     def __post_init__(self) -> None:
         given = [name for name in ("seconds", "tokens", "steps") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)}: give only one budget")
+            raise SpecError(f"{' and '.join(given)}: give only one budget")
         for name in ("tokens", "steps", "sequence", "batch_tokens", "warmup_steps", "validation_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is below the least value, 1")
+                raise SpecError(f"{name}={value} is below the least value, 1")
         for name in ("seconds", "learning_rate", "clip"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value} is not above 0")
+                raise SpecError(f"{name}={value} is not above 0")
         for name in (
             "shift", "weight_decay", "kl_weight", "ce_weight", "layer_match", "penalty_weight", "skip_documents",
             "fatrelu_tolerance",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)} is negative or not finite")
+                raise SpecError(f"{name}={getattr(self, name)} is negative or not finite")
         for name in ("active", "reach", "validation_share"):
             if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not a share between 0 and 1")
+                raise SpecError(f"{name}={getattr(self, name)} is not a share between 0 and 1")
         if not self.kl_weight + self.ce_weight:
-            raise ValueError("kl_weight and ce_weight are both 0; nothing would be learnt")
+            raise SpecError("kl_weight and ce_weight are both 0; nothing would be learnt")
         if (self.shift > 0) != (self.activation == "shifted_relu"):
-            raise ValueError(f"activation={self.activation!r} with shift={self.shift}; a shift goes with shifted_relu")
+            raise SpecError(f"activation={self.activation!r} with shift={self.shift}; a shift goes with shifted_relu")
         if self.sequence < 2:
-            raise ValueError("sequence=1 has no next token; the least value is 2")
+            raise SpecError("sequence=1 has no next token; the least value is 2")
         for name, allowed in (
             ("activation", Activation), ("train", Train), ("penalty", Penalty), ("schedule", Schedule),
         ):  # fmt: skip
             if getattr(self, name) not in get_args(allowed):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(allowed))}")
+                raise SpecError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(allowed))}")
 
     def resolved(self, model: ModelSpec) -> RelufySpec:
         """The same with a budget, and with windows no longer than the model has positions."""

@@ -99,6 +99,7 @@ def caption(run: Run, machine: Mapping[str, Any]) -> str:
     """The line under each figure: model, machine, tokens, commit."""
     parts = [
         f"{run.model} ({run.dtype})",
+        run.backend if run.backend != "torch-cpu" else "",
         machine_line(machine),
         f"{run.tokens:,} tokens" if run.tokens else "",
         f"io: {run.io}" if run.io else "",

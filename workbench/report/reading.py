@@ -147,6 +147,7 @@ def _run(fields: _Fields) -> Run:
         predictors=_label(f.take("predictors")),
         date=f.text("date"),
         data=f.mapping("data") if "data" in f.data else {},
+        backend=f.text("backend") if "backend" in f.data else "",
     )
     f.done()
     return run
@@ -171,6 +172,8 @@ def _ablation_row(f: _Fields) -> AblationRow:
         floor_ms=f.optional("floor_ms"),
         overlapped_floor_ms=f.optional("overlapped_floor_ms"),
         window_trims=f.integer("window_trims"),
+        waits=f.optional("waits") if "waits" in f.data else None,
+        wait_ms=f.optional("wait_ms") if "wait_ms" in f.data else None,
     )
     for name in ("hybrid", "predictor", "windowing", "bundling"):
         if name not in row.ablation:

@@ -26,7 +26,8 @@ class Timing:
 class Run:
     """What was run. `geometry` is text or a mapping of sizes; `io` the reader engine; `synthetic` is
     True where the weights are random, made for latency work only. `data`: the card of the text that was read
-    (source, files, documents, tokens, sha256), empty where none was kept."""
+    (source, files, documents, tokens, sha256), empty where none was kept. `backend`: of the engine, '' where none
+    was named."""
 
     model: str
     geometry: str
@@ -43,12 +44,14 @@ class Run:
     predictors: str
     date: str
     data: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = ""
 
 
 @dataclass(frozen=True)
 class AblationRow:
     """One row of an ablation. Sizes in bytes, throughput in bytes/s while reading, counts of neurons a
-    token over all layers (mean). None where a figure was not measured."""
+    token over all layers (mean). None where a figure was not measured. `waits`, `wait_ms`: how often a token waits for
+    a GPU (mean), and how long (median; a part of compute)."""
 
     name: str
     ablation: Mapping[str, Any]
@@ -66,6 +69,8 @@ class AblationRow:
     floor_ms: float | None
     overlapped_floor_ms: float | None
     window_trims: int
+    waits: float | None = None
+    wait_ms: float | None = None
 
     @property
     def total(self) -> float:

@@ -118,6 +118,10 @@ def ablation_notes(record: AblationRecord, reference: Paper) -> tuple[str, ...]:
     oracle = _named(record, lambda row: row.uses(predictor="oracle"))
     if oracle:
         notes.append(f"Told which neurons are active (oracle), so no predictor runs: {oracle}.")
+    if waited := [row for row in record.rows if row.waits]:
+        shown = "; ".join(f"{row.name} {row.waits:g} times, {ms(row.wait_ms)} ms" for row in waited)
+        notes.append(f"Backend {record.run.backend}: a token waits for the GPU (in compute): {shown}.")
+        notes.append("On a GPU the predictor's time is that of the predictors timed by themselves.")
     for row in record.rows:
         if row.window_trims:
             notes.append(f"{row.name}: the window was cut short {row.window_trims:,} times to keep the DRAM budget.")

@@ -12,7 +12,7 @@ import asyncio
 import base64
 import html
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,23 @@ class Panel:
     # the same from Python
 
     def wait(self, timeout: float | None = None) -> Snapshot:
-        """Until the text that is being made is done; the view keeps up meanwhile. A failure is raised, one line."""
-        snapshot = self.session.wait(timeout, self.refresh)
+        """Until the text that is being made is done; the view keeps up meanwhile. A failure is raised, one line.
+
+        The kernel of a notebook takes no control's change while a cell waits here: there, `await panel`.
+        """
+        return self._result(self.session.wait(timeout, self.refresh))
+
+    def __await__(self) -> Generator[Any, None, Snapshot]:
+        """As `wait()`, and what is pressed and changed meanwhile takes effect."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Snapshot:
+        session = self.session
+        while not session.idle:
+            await asyncio.sleep(0.02)
+        return self._result(session.snapshot())
+
+    def _result(self, snapshot: Snapshot) -> Snapshot:
         self.refresh(everything=True)
         if snapshot.error:
             raise BudgetError(snapshot.line)

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from workbench.ablation import Ablation
 from workbench.engines import load
 from workbench.engines.budget import DramPlan, process_rss
+from workbench.engines.pipeline import FlashEngine
 from workbench.engines.setting import Setting
-from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import BudgetError, DataError
 from workbench.experiments.ablate import LEAST_TOKENS, WARM_UP
 from workbench.predictor.low_rank import Predictors
@@ -68,7 +68,7 @@ class Session:
     """
 
     def __init__(
-        self, engine: TorchCpuEngine, *, predictors_name: str = "", command: str = "", rss_before: int | None = None
+        self, engine: FlashEngine, *, predictors_name: str = "", command: str = "", rss_before: int | None = None
     ):
         self._worker = Worker(engine, process_rss() if rss_before is None else rss_before)
         self.store, self.context = engine.store, engine.context
@@ -245,6 +245,12 @@ class Session:
         with self._worker.lock:
             found = [(stretch, stretch.counted()) for stretch in self._worker.stretches if stretch.enough]
         return [Summary.of(stretch, rows) for stretch, rows in found]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs and nothing is asked for."""
+        with self._worker.lock:
+            return self._worker.idle
 
     def wait(self, timeout: float | None = None, on_tick: Callable[[], None] | None = None) -> Snapshot:
         """Until nothing runs and nothing is asked for, or `timeout` seconds; `on_tick` is called while it waits."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import gc
 import html
 import threading
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -59,9 +61,10 @@ def training_panel(
 class TrainingPanel:
     """Trains in a thread, so that the notebook stays usable, and shows how it goes.
 
-    `start()` begins, or goes on where a stopped run was; `stop()` ends at the next step, its state saved; `wait()`
-    returns the predictors; `close()` stops, frees memory and takes the panel off the page. What went wrong is one line
-    in the panel, and raised by `wait()`. The trained result is that of `train_predictors`, and so is what OUT holds.
+    `start()` begins, or goes on where a stopped run was; `stop()` ends at the next step, its state saved;
+    `await panel` gives the predictors, the panel's buttons working meanwhile, and `wait()` does so in a script;
+    `close()` stops, frees memory and takes the panel off the page. What went wrong is one line in the panel, and raised
+    to whoever waits. The trained result is that of `train_predictors`, and so is what OUT holds.
     """
 
     def __init__(
@@ -137,7 +140,8 @@ class TrainingPanel:
     def wait(self, timeout: float | None = None) -> Predictors | None:
         """The predictors, when training is done; None where `timeout` seconds or a stop came before that.
 
-        Ctrl-C, or the notebook's interrupt button, stops the training without loss. Raises what training raised.
+        Ctrl-C stops the training without loss. Raises what training raised. The kernel of a notebook takes no button's
+        press while a cell waits here: there, `await panel`.
         """
         end = None if timeout is None else time.monotonic() + timeout
         try:
@@ -147,6 +151,25 @@ class TrainingPanel:
             self.stop()
             self._ended.wait()
             raise
+        return self._result()
+
+    def __await__(self) -> Generator[Any, None, Predictors | None]:
+        """As `wait()` without a timeout; a press of Stop ends it too, with None. The notebook's interrupt button stops
+        the training without loss."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Predictors | None:
+        try:
+            while not self._ended.is_set():
+                await asyncio.sleep(0.05)
+        except asyncio.CancelledError:  # what an interrupt is to a cell that awaits
+            self.stop()
+            self._ended.wait()
+            raise
+        return self._result()
+
+    def _result(self) -> Predictors | None:
+        """What waiting returns or raises."""
         if self._page is not None and self._ended.is_set():
             self._page.join()  # so that the page says what is returned here
         if self.error is not None:

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 
 from workbench.engines.budget import process_rss
+from workbench.engines.pipeline import FlashEngine
 from workbench.engines.sampling import next_token
 from workbench.engines.setting import Setting
 from workbench.engines.stats import TokenStats
-from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import BudgetError, WorkbenchError
 from workbench.report.numbers import ms
 from workbench.widgets.stretch import Ring, Stretch, first_label, in_words
@@ -56,8 +56,8 @@ class Mark:
 class Worker:
     """Owns an engine. Attributes are read and written under `lock` only, but for `engine`, which is the thread's."""
 
-    def __init__(self, engine: TorchCpuEngine, rss_before: int):
-        self.engine: TorchCpuEngine | None = engine
+    def __init__(self, engine: FlashEngine, rss_before: int):
+        self.engine: FlashEngine | None = engine
         self.rss_before, self.rss = rss_before, process_rss()
         self.lock = threading.Condition()
         self.setting, self.plan = engine.setting, engine.plan
