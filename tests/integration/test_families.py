@@ -460,8 +460,11 @@ def test_longrope_beyond_its_first_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_relu_llama(relu_135m: Path, tmp_path: Path) -> None:
-    """64 tokens of English, token by token from flash."""
+@pytest.mark.parametrize("backend", ["torch-cpu", "mlx-cpu"])
+def test_a_real_relu_llama(relu_135m: Path, tmp_path: Path, backend: str) -> None:
+    """64 tokens of English, token by token from flash, and 64 more that follow from a part of them."""
+    if backend.startswith("mlx"):
+        pytest.importorskip("mlx.core", reason="MLX is not installed", exc_type=ImportError)
     store = convert(relu_135m, tmp_path / "store", dtype="float32")
     text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
     ids = torch.tensor(tokenizer(relu_135m)(text)["input_ids"][:64])
@@ -469,7 +472,11 @@ def test_a_real_relu_llama(relu_135m: Path, tmp_path: Path) -> None:
     assert store.spec.gated
     with torch.no_grad():
         wanted = model(ids[None]).logits[0]
-    with load(store.path, ablation=Ablation(predictor="oracle"), dram="100%") as engine:
+        greedy = model.generate(ids[None, :16], max_new_tokens=64, do_sample=False)[0, 16:].tolist()
+    with load(store.path, ablation=Ablation(predictor="oracle"), backend=backend, dram="150%") as engine:
+        found = [step.token for step in engine.generate(ids[:16].tolist(), 64)]
+        assert found == greedy[: len(found)]
+        assert len(found) == 64 or found[-1] in engine.end_tokens
         assert difference(engine.logits(ids.tolist()), wanted) < TOLERANCE
         predicted = engine.step(int(ids[0]))[1].predicted
     assert predicted < store.spec.ffn_neurons / 2  # and the engine left most neurons out

@@ -21,7 +21,7 @@ from workbench.engines.mlx.device import check_memory
 from workbench.engines.mlx.engine import MlxEngine
 from workbench.engines.pipeline import FlashEngine
 from workbench.engines.setting import Setting
-from workbench.errors import BudgetError, DeviceError
+from workbench.errors import BudgetError, DataError, DeviceError
 from workbench.experiments.ablate import ablate
 from workbench.experiments.convert import convert
 from workbench.flash.store import Store
@@ -203,6 +203,50 @@ def test_an_ablation_record_names_the_backend(demo_store: Store, demo_text: np.n
     assert record["run"]["backend"] == "mlx-cpu"
     assert record["run"]["versions"]["mlx"] == importlib.metadata.version("mlx")
     assert record["rows"][0]["tokens"] == 4
+    assert "waits" not in record["rows"][0]  # nobody to wait for
+
+
+@pytest.mark.parametrize("opened", [open_engine, on_cpu, as_on_metal, as_on_cuda])
+def test_an_interrupted_token_or_prompt_leaves_no_trace(
+    demo_store: Store, demo_text: np.ndarray, monkeypatch: pytest.MonkeyPatch, opened: Any
+) -> None:
+    """Wherever it is interrupted, what comes after is what an engine gives that never saw it."""
+    text, run = demo_text[:24].tolist(), dataclasses.replace(RUN, dram="110%")
+    with opened(demo_store, ORACLE, None, run) as engine:
+        engine.prefill(text[:6])
+        wanted = [engine.step(token)[0] for token in text[6:9]]
+        ffn = type(engine.ffns[3])
+        parts = ["_sum_of", "_part", "_fetch"] if hasattr(ffn, "_part") else ["_compute", "_add", "_fetch"]
+        for part in parts:
+            engine.reset()
+            engine.prefill(text[:6])
+            calls: list[int] = []
+            original = getattr(ffn, part)
+
+            def interrupted(*args: Any, whole: Any = original, calls: list[int] = calls, **kwargs: Any) -> Any:
+                calls.append(1)
+                if len(calls) == 3:
+                    raise KeyboardInterrupt
+                return whole(*args, **kwargs)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(ffn, part, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.prefill(text[10:20]) if part in ("_part", "_add") else engine.step(text[20])
+            assert engine.position == 6
+            found = [engine.step(token)[0] for token in text[6:9]]
+            assert difference(torch.stack(found), torch.stack(wanted)) < TOLERANCE, part
+
+
+@pytest.mark.parametrize("opened", [open_engine, on_cpu, as_on_metal])
+def test_tokens_that_the_model_does_not_have_are_refused(demo_store: Store, opened: Any) -> None:
+    with opened(demo_store, ORACLE, None, dataclasses.replace(RUN, dram="110%")) as engine:
+        for bad in (-1, demo_store.spec.vocab_size, 2**31, 2**40):
+            with pytest.raises(DataError, match=rf"token {bad} is not one of the model's"):
+                engine.prefill([1, bad])
+            with pytest.raises(DataError, match="is not one of the model's"):
+                engine.step(bad)
+        assert engine.position == 0
 
 
 def test_what_is_not_here_is_one_line(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from workbench.cli import main
 from workbench.cli.app import _sources
 from workbench.cli.options import directory, field_help, made, numbers
 from workbench.errors import RecordError
+from workbench.experiments.record import write_json
 from workbench.predictor.config import PredictorSpec
 from workbench.relufy.config import RelufySpec
 from workbench.spec import RunSpec
@@ -62,6 +65,26 @@ def test_a_figure_is_refused_under_another_pictures_name(
     assert not target.exists()
 
 
+def test_records_go_through_links_and_not_over_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
+    real.touch()
+    link.symlink_to(real)
+    write_json(link, {"schema": 1})
+    assert link.is_symlink()
+    assert json.loads(real.read_text()) == {"schema": 1}
+    os.mkfifo(pipe)
+    with pytest.raises(RecordError, match="is not a regular file"):
+        write_json(pipe, {})
+    monkeypatch.setattr(sys, "argv", ["workbench", "analyze", "reuse", "M", "--data", "D", "--json", str(pipe)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "is not a regular file; choose another --json" in capsys.readouterr().err
+    assert pipe.is_fifo()
+
+
 def test_a_directory_for_results_is_checked_at_once(tmp_path: Path) -> None:
     assert directory(tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").touch()
@@ -70,17 +93,17 @@ def test_a_directory_for_results_is_checked_at_once(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("workbench.flash.store.verify", interrupted)
-    monkeypatch.setattr(sys, "argv", ["workbench", "verify", "store"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 130
-    assert capsys.readouterr().err.splitlines() == [
-        "workbench: interrupted; the same command goes on from what was saved"
-    ]
+    monkeypatch.setattr("workbench.experiments.convert.convert", interrupted)
+    for command, rest in (("verify", ""), ("convert", "; the same command goes on from what was saved")):
+        monkeypatch.setattr(sys, "argv", ["workbench", command, "model", "store"][: 3 if command == "verify" else 4])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 130
+        assert capsys.readouterr().err.splitlines() == [f"workbench: interrupted{rest}"]
 
 
 def test_no_help_is_lost_to_markup() -> None:

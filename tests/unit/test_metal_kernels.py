@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from workbench.kernels.metal.mlx_machine import MlxMachine
 from workbench.kernels.metal.predictor import predict
 from workbench.kernels.metal.rows import narrow, pack_rows, row_bytes, unpack_rows
 from workbench.kernels.metal.source import as_cpp, as_cuda, cuda_unit
-from workbench.kernels.metal.sparse_ffn import Record, sparse_ffn, sparse_ffn_reference, tiles
+from workbench.kernels.metal.sparse_ffn import Record, Tiles, sparse_ffn, sparse_ffn_reference, tiles
 from workbench.kernels.metal.verify import Case, launches, verify
 from workbench.report.kernels import read_kernels
 
@@ -286,7 +287,7 @@ def test_what_mlx_lacks_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPa
     fake_mlx(monkeypatch, device="none")
     with pytest.raises(DeviceError, match=r"no Metal device here; .*Apple silicon"):
         MlxMachine("metal")
-    with pytest.raises(DeviceError, match=r"no CUDA device here; .*pip install 'mlx\[cuda13\]'"):
+    with pytest.raises(DeviceError, match=r"no CUDA device here; .*pip install 'flash-workbench\[mlx-cuda\]'"):
         MlxMachine("cuda")
     assert mlx_machine.available() == []
     with pytest.raises(ValueError, match="device='cpu'"):
@@ -356,3 +357,39 @@ def test_the_command_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, caps
     assert "no CUDA device here" in capsys.readouterr().err
     assert command(monkeypatch, "--kernel", "nope") == 2
     assert GemvCase("float32", 1, 8).shape == "1 x 8, 1 token"
+
+
+def test_narrow_and_constant_groups_are_packed_exactly_enough() -> None:
+    rng = np.random.default_rng(0)
+    for dtype in ("float32", "float16", "bfloat16"):
+        for bits in (4, 8):
+            rows = np.stack([np.full(64, 0.25), np.zeros(64), 0.25 + 5e-6 * rng.random(64)]).astype(np.float32)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                back = unpack_rows(pack_rows(rows, dtype, bits), 64, dtype, bits)
+            assert np.abs(back[:2] - rows[:2]).max() == 0
+            assert np.abs(back[2] - rows[2]).max() <= {4: 5e-7, 8: 1e-7}[bits] + np.abs(rows[2] - 0.25).max() * (
+                dtype == "bfloat16"
+            )
+
+
+def test_tiles_that_cannot_be_are_refused() -> None:
+    for wrong in ({"rows": 0}, {"batch": 0}, {"unroll": 0}, {"rows_at_once": 0}, {"threads": 40}, {"threads": 2048}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Tiles(**wrong)
+
+
+def test_a_damaged_cache_is_compiled_again_and_a_wrong_compiler_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, x = np.ones((4, 8), np.float32), np.ones(8, np.float32)
+    assert np.array_equal(gemv(Emulator(cache=tmp_path), w, x, dtype="float32"), [8, 8, 8, 8])
+    (made,) = tmp_path.glob("*.so")
+    whole = made.read_bytes()
+    for damaged in (whole[:3000], b""):
+        made.unlink()
+        made.write_bytes(damaged)
+        assert np.array_equal(gemv(Emulator(cache=tmp_path), w, x, dtype="float32"), [8, 8, 8, 8])
+    monkeypatch.setenv("CXX", "/nonexistent/g++")
+    with pytest.raises(DeviceError, match="CXX='/nonexistent/g\\+\\+' is no program"):
+        gemv(Emulator(cache=tmp_path / "other"), w, x, dtype="float32")

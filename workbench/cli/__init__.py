@@ -6,6 +6,8 @@ import sys
 from typing import NoReturn
 
 INTERRUPTED = 130
+KEEP_NOTHING = {"verify", "generate", "bench", "lab", "kernels", "plan"}
+"""Commands that begin anew."""
 
 
 def main() -> None:
@@ -27,5 +29,6 @@ def main() -> None:
 
 
 def _interrupted() -> NoReturn:
-    print("workbench: interrupted; the same command goes on from what was saved", file=sys.stderr)
+    saves = not KEEP_NOTHING & set(sys.argv[1:2])
+    print("workbench: interrupted" + "; the same command goes on from what was saved" * saves, file=sys.stderr)
     raise SystemExit(INTERRUPTED)

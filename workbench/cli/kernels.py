@@ -36,9 +36,10 @@ def verify(
     from workbench.report import to_rich
     from workbench.report.kernels import headline, kernels_table, read_kernels
 
+    chosen = list(dict.fromkeys(kernel)) if kernel else None
     with progress_bar("kernels") as progress:
         try:
-            record = verify_kernels(on, kernels=kernel or None, seeds=seeds, seed=seed, progress=progress)
+            record = verify_kernels(on, kernels=chosen, seeds=seeds, seed=seed, progress=progress)
         except ValueError as error:
             raise typer.BadParameter(f"--kernel: {error}") from None
     if json:

@@ -96,6 +96,8 @@ def writable(context: typer.Context, option: typer.CallbackParam, path: Path | N
         name = option.opts[0]
         if path.is_dir():
             raise RecordError(f"{path}: is a directory; give the name of a file for {name}")
+        if path.exists() and not path.is_file():
+            raise RecordError(f"{path}: is not a regular file; choose another {name}")
         if not path.resolve().parent.is_dir():
             raise RecordError(f"{path}: its directory does not exist; make it or choose another {name}")
         try:

@@ -204,7 +204,10 @@ class FlashEngine(TextEngine):
         if self._spare is None and (self._present is None or self._present.reader != setting.reader):
             reader = FlashReader(setting.ablation.io, setting.run.depth, setting.run.chunk_bytes)
             try:
-                for path in (self.store.bundled_path, self.store.split_path, self.store.resident_path):
+                paths = [self.store.bundled_path, self.store.split_path, self.store.resident_path]
+                if setting.ablation.placement and self._placement is not None:
+                    paths.append(self._placement.placed_path)
+                for path in paths:
                     reader.close_file(reader.open(path))
             except BaseException:
                 reader.close()
@@ -323,10 +326,17 @@ class FlashEngine(TextEngine):
     def _forward(self, ids: list[int], keep: int = 1) -> torch.Tensor:
         """Logits float32 [keep, vocab] of the last of `ids`, which follow the text so far."""
         self.check_length(self.position + len(ids))
+        for token in ids:
+            if not 0 <= token < self.spec.vocab_size:
+                raise DataError(f"token {token} is not one of the model's {self.spec.vocab_size:,}")
         try:
             logits = self._logits(ids, keep)
         except BaseException:
-            self.rewind(self.position)  # the first layers have keys of tokens that the others never saw
+            # Wherever it ended: the first layers have keys of tokens that the others never saw, and a table of slots
+            # may name neurons that never arrived.
+            self.rewind(self.position)
+            for ffn in self.ffns:
+                ffn.clear()
             raise
         self.position += len(ids)
         if not torch.isfinite(logits).all():

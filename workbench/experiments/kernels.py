@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
@@ -96,5 +97,8 @@ def _device(chosen: list[Machine]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    held = [name for name in ("numpy", "mlx") if importlib.util.find_spec(name)]
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in held}}
+    found = {"python": platform.python_version()}
+    for name in ("numpy", "mlx"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -135,7 +135,9 @@ def this_command() -> str:
 
 def write_json(path: str | Path, data: dict[str, Any]) -> None:
     """Write a record whole, or not at all. RecordError when it cannot be written."""
-    target = Path(path)
+    target = Path(os.path.realpath(path))  # through a link, which stays one
+    if target.exists() and not target.is_file():
+        raise RecordError(f"{target}: is not a regular file; choose another path")
     partial = target.with_name(target.name + ".writing")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -98,12 +98,17 @@ class Store:
     def rows(self, layer: int, part: int) -> np.ndarray:
         """One part of a layer's FFN, mapped and not read: [d_ff, d_model] in the storage dtype (bfloat16 as uint16).
 
-        Row i belongs to neuron i: its up row, its down column (fc2.weight.T), or its gate row.
+        Row i belongs to neuron i: its up row, its down column (fc2.weight.T), or its gate row. StoreError when the file
+        has gone or is shorter than it was.
         """
         item = ITEMSIZE[self.dtype]
         shape = (self.spec.d_ff, self.layout.row_stride // item)
         offset = self.split_offset(layer, part)
-        mapped = np.memmap(self.split_path, NUMPY_DTYPES[self.dtype], mode="r", offset=offset, shape=shape)
+        try:
+            mapped = np.memmap(self.split_path, NUMPY_DTYPES[self.dtype], mode="r", offset=offset, shape=shape)
+        except (OSError, ValueError) as error:
+            what = error.strerror if isinstance(error, OSError) else "it is shorter than its manifest says"
+            raise StoreError(f"{self.split_path}: cannot be read ({what}); copy or convert the store again") from None
         return mapped[:, : self.spec.d_model]
 
     def activated_rows(self, layer: int) -> np.ndarray:

@@ -138,6 +138,8 @@ def _text(card: Mapping[str, Any]) -> str:
 def write_file(folder: Path, name: str, content: bytes) -> Path:
     """Write one file whole, or not at all. WorkbenchError where that cannot be done."""
     path, part = folder / name, folder / f".{name}.part"
+    if path.exists() and not path.is_file():
+        raise WorkbenchError(f"report: {path} is not a regular file; choose another name")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part.write_bytes(content)

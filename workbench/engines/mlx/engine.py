@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -20,6 +21,7 @@ from workbench.engines.pipeline import FlashEngine
 from workbench.engines.setting import Setting
 from workbench.flash.store import Store
 from workbench.kernels.metal.kernel import Machine
+from workbench.kernels.metal.mlx_machine import mlx_core
 from workbench.predictor.low_rank import LayerPredictor, Predictors
 from workbench.spec import RunSpec
 
@@ -54,6 +56,10 @@ class MlxEngine(FlashEngine):
     def _stream(self) -> Any:
         return stream("mlx-cpu" if self._on_cpu else self.backend)
 
+    def _wait(self) -> Any:
+        """What a wait for the GPU is timed in; on the CPU there is nobody to wait for."""
+        return self.clock.wait() if self.gpu is not None else contextlib.nullcontext()
+
     @property
     def _on_cpu(self) -> bool:
         return self.gpu is None or getattr(self, "_emulated", False)
@@ -64,8 +70,13 @@ class MlxEngine(FlashEngine):
             check_memory(plan.total, str(self.store.path), gpu_info())
         return plan
 
+    def settle(self) -> None:
+        with self._stream():
+            super().settle()
+
     def close(self) -> None:
         super().close()
+        mlx_core().clear_cache()  # what MLX keeps for the next array
         if self.gpu is not None:
             self.gpu.scratch = self.gpu.scratch_view = None
             self.gpu.active = []
@@ -119,7 +130,7 @@ class MlxEngine(FlashEngine):
         with self._stream():
             logits = self._lazy_logits(ids, keep)
             active = [] if self.gpu is None else self.gpu.active
-            with self.clock.wait():
+            with self._wait():
                 mx.eval(logits, active)
             self.clock.active += sum(int(np.array(count)[0]) for count in active)
             active.clear()
@@ -138,7 +149,7 @@ class MlxEngine(FlashEngine):
         h = self.model.embed(mx.array(ids), self.position)
         for layer, ffn in enumerate(self.ffns):
             if streamed:
-                with self.clock.wait():
+                with self._wait():
                     mx.eval(h)  # all that was computed from the layer whose weights are overwritten now
                 self.weights.load(self.reader, f"layer.{layer}")
             h, x = self.model.attend(layer, h, self.cache[layer], self.position)

@@ -45,9 +45,14 @@ class _Buffer(ctypes.Structure):
 
 def compiler() -> str:
     """The machine's C++ compiler: $CXX, or the first of c++, g++, clang++. DeviceError when there is none."""
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
-        found = shutil.which(name)
-        if found:
+    if named := os.environ.get("CXX"):
+        if found := shutil.which(named):
+            return found
+        raise DeviceError(
+            f"emulated kernels: CXX={named!r} is no program; name a C++ compiler, without options, or unset it"
+        )
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
             return found
     raise DeviceError("emulated kernels: no C++ compiler found; install g++ or clang++, or name one in CXX")
 
@@ -155,7 +160,7 @@ class Emulator:
         key = "\0".join((text, *map(text_of, SHIM), self._compiler, *FLAGS))
         path = self.cache / f"{kernel.name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
         try:
-            if not path.exists():
+            if not _whole(path):
                 self.cache.mkdir(parents=True, exist_ok=True)
                 self._compile(kernel, text, path)
             library = ctypes.CDLL(str(path))
@@ -176,7 +181,22 @@ class Emulator:
                 lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
                 what = (lines or ["no message"])[0]
                 raise KernelFault(f"{kernel.name}: {self._compiler} does not compile it: {what}")
+            noted = Path(directory) / "unit.sha256"
+            noted.write_text(_digest(made))
             os.replace(made, path)
+            os.replace(noted, path.with_suffix(".sha256"))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _whole(path: Path) -> bool:
+    """Whether a compiled file is there as it was written: to load a damaged one can end the process."""
+    try:
+        return path.with_suffix(".sha256").read_text() == _digest(path)
+    except FileNotFoundError:
+        return False
 
 
 def _key(kernel: Kernel, template: Template) -> tuple[Any, ...]:

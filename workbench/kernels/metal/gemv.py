@@ -12,6 +12,7 @@ from workbench.kernels.metal.kernel import ITEM_BYTES, SIMD_LANES, Kernel, Machi
 from workbench.kernels.metal.rows import ALIGNMENT
 from workbench.kernels.metal.sparse_ffn import LOADS, SMALLEST
 from workbench.kernels.storage import widen
+from workbench.spec import ITEMSIZE
 
 MOST_TOKENS = 8
 WEIGHTS = ("float32", "float16", "bfloat16", "int8")
@@ -50,7 +51,11 @@ def gemv(
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(WEIGHTS)}")
     if (scale is None) == (dtype == "int8"):
         raise ValueError(f"scale: {dtype} weights {'need one' if dtype == 'int8' else 'have none'}")
+    if bias_dtype not in ITEMSIZE:
+        raise ValueError(f"bias_dtype={bias_dtype!r} is not one of {', '.join(ITEMSIZE)}")
     rows, columns = w.shape
+    if not rows:
+        raise ValueError("w: it has no rows")
     tokens = 1 if len(x.shape) == 1 else x.shape[0]
     if x.shape[-1] != columns or len(x.shape) > 2 or not 1 <= tokens <= MOST_TOKENS or columns < SMALLEST:
         raise ValueError(

@@ -79,7 +79,7 @@ class MlxMachine:
         if not _has(mx, device):
             remedy = (
                 "this needs a Mac with Apple silicon and MLX from PyPI" if device == "metal"
-                else "this needs an NVIDIA card and pip install 'mlx[cuda13]' (or mlx[cuda12])"
+                else "this needs an NVIDIA card and pip install 'flash-workbench[mlx-cuda]'"
             )  # fmt: skip
             raise DeviceError(f"MLX has no {'Metal' if device == 'metal' else 'CUDA'} device here; {remedy}")
         self.device = device

@@ -60,7 +60,7 @@ def predict(
     if dtype not in WEIGHTS:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(WEIGHTS)}")
     neurons, rank = b.shape
-    if a.shape[0] != rank or size_of(bias) != neurons or neurons * rank * ITEM_BYTES[dtype] < SMALLEST:
+    if a.shape[0] != rank or size_of(bias) != neurons or min(size_of(a), size_of(b)) < SMALLEST:
         raise ValueError(f"a {tuple(a.shape)}, b {tuple(b.shape)}, bias ({size_of(bias)},) do not fit each other")
     if (b_scale is None) == (dtype == "int8") or (b_scale is not None and size_of(b_scale) != neurons):
         raise ValueError("b_scale: int8 factors need one a neuron, others none")

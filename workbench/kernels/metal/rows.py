@@ -18,6 +18,8 @@ from workbench.spec import ITEMSIZE
 
 GROUP = 64
 ALIGNMENT = 16
+LEAST_STEP = {"float32": 1e-30, "float16": 2.0**-24, "bfloat16": 1e-30}
+"""The least scale of a group: above 0 in its dtype."""
 BITS = (0, 4, 8)
 """0: not quantized."""
 
@@ -56,7 +58,8 @@ def pack_rows(weights: NDArray[Any], dtype: str, bits: int = 0) -> NDArray[np.ui
     packed = np.zeros((n, row_bytes(d, dtype, bits)), np.uint8)
     groups = np.asarray(weights, np.float64).reshape(n, d // GROUP, GROUP)
     low = groups.min(-1)
-    step = np.maximum((groups.max(-1) - low) / (2**bits - 1), 1e-8)
+    # A step that rounds to 0 would lose the whole range of its group.
+    step = np.maximum((groups.max(-1) - low) / (2**bits - 1), LEAST_STEP[dtype])
     scales, biases = narrow(step, dtype), narrow(low, dtype)
     scale, bias = (widen(part, dtype).astype(np.float64)[..., None] for part in (scales, biases))
     values = np.clip(np.rint((groups - bias) / scale), 0, 2**bits - 1).astype(np.uint8).reshape(n, d)

@@ -63,6 +63,12 @@ class Tiles:
     unroll: int = 4
     batch: int = 4
 
+    def __post_init__(self) -> None:
+        if min(self.threads, self.groups, self.rows, self.rows_at_once, self.unroll, self.batch) < 1:
+            raise ValueError(f"{self}: every part is at least 1")
+        if self.threads % SIMD_LANES or self.threads > 1024:
+            raise ValueError(f"{self}: threads is not a multiple of {SIMD_LANES} up to 1024")
+
 
 @dataclass(frozen=True)
 class Record:
@@ -158,8 +164,9 @@ def sparse_ffn(
     """(y float32 [d], active uint32 [1]): the FFN of the neurons in the first num_rows[0] slots of `rows`.
 
     With z = up . x + bias, or gate . x + bias when gated, a neuron is active where z > threshold or z is NaN. Its value
-    h is z ('relu') or z * z ('relu2'). An active neuron adds h * down, or h * (up . x + up_bias) * down when gated.
-    Arithmetic is float32. y depends on the arguments and the cut alone.
+    h is z ('relu') or z * z ('relu2'). An active neuron adds h * down, or h * (up . x + up_bias) * down when gated; one
+    whose h is 0 adds nothing, whatever its down row holds. The threshold is finite. Arithmetic is float32. y depends
+    on the arguments and the cut alone.
 
     Arrays are the machine's. slots: uint8 [at least capacity * slot_bytes], in memory that starts at a multiple of 16.
     rows: uint32 [max_rows]. num_rows: uint32 [1], at most max_rows. x: float32 [d], in memory that starts at a multiple
@@ -218,8 +225,9 @@ def sparse_ffn_reference(
                for p in range(record.parts)]  # fmt: skip
     wide = x.astype(np.float64)
     z = weights[1 if record.gated else 0] @ wide + bias[used]
-    active = ~(z <= threshold)
+    active = (z > threshold) | np.isnan(z)
     h = np.where(active, z * z if activation == "relu2" else z, 0.0)
     if record.gated:
         h = h * (weights[0] @ wide + (0 if up_bias is None else up_bias[used]))
-    return h[active] @ weights[-1][active], int(active.sum())
+    used_rows = active & (h != 0)
+    return h[used_rows] @ weights[-1][used_rows], int(active.sum())
