@@ -20,6 +20,7 @@ The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import statistics
 import time
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from workbench.engines import device_of
-from workbench.experiments.record import machine, write_json
+from workbench.experiments.record import commit, machine, this_command, write_json
 from workbench.kernels.metal.kernel import Machine
 from workbench.kernels.metal.mlx_machine import MlxMachine, available, mlx_core
 from workbench.kernels.metal.sparse_ffn import Record, sparse_ffn, tiles
@@ -191,6 +192,9 @@ def main() -> None:
         "benchmark": "gpu_ffn",
         "machine": machine(Path("."), device_of(f"mlx-{here[0]}")),
         "where": gpu.where,
+        "commit": commit(),
+        "versions": {name: importlib.metadata.version(name) for name in ("mlx", "torch")},
+        "command": this_command(),
         "d": args.d,
         "dtype": args.dtype,
         "copy_bytes_per_s": copied,
