@@ -170,12 +170,16 @@ class GpuFFN(FlashFFN):
         self._from = Written(0, np.uint32)
         self._bias, self._up_bias = Written(0, np.float32), Written(0, np.float32)
         self._resident: tuple[Any, ...] = ()
+        self._down: tuple[Any, Any] = (None, None)  # the bias as it was given, and as MLX has it
 
     def run(self, x: mx.array) -> mx.array:
         """float32 [tokens, d_model] to the same."""
         out = self._one(x) if len(x) == 1 else self._many(x)
-        down = self.biases.down
-        return out if down is None else out + self._array(down)
+        if self.biases.down is None:
+            return out
+        if self._down[0] is not self.biases.down:
+            self._down = (self.biases.down, self._array(self.biases.down))
+        return out + self._down[1]
 
     # memory
 
