@@ -12,8 +12,8 @@ each ratio is formed within a round before the median over rounds is taken. Ever
 the same prompt. Random tokens at a synthetic geometry: so the reuse that a row saw (share of the FFN new a token, kept
 in the slots, predicted) stands beside its time; without it the time means nothing.
 
-    python benchmarks/opt_geometry.py CHECKPOINT && workbench convert CHECKPOINT STORE --dtype float32
-    python benchmarks/all_vs_naive.py STORE CHECKPOINT-predictors [--dram 60%] [--rounds 3] [--out record.json]
+    workbench synth opt-1.3b STORE --dtype float32
+    python benchmarks/all_vs_naive.py STORE STORE-predictors [--dram 60%] [--rounds 3] [--out record.json]
 
 The last line is one JSON object.
 """

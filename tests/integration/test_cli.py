@@ -39,7 +39,9 @@ def test_help_lists_the_commands_in_order() -> None:
         "analyze",
         "ablate",
         "generate",
+        "plan",
         "bench",
+        "synth",
         "lab",
         "kernels",
     ]

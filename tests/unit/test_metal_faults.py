@@ -110,7 +110,8 @@ class Planted:
     where = "emulated"
 
     def __init__(self, machine: Emulator, kernel: Kernel | None = None) -> None:
-        self.machine, self.kernel, self.groups = machine, kernel, machine.groups
+        self.machine, self.kernel = machine, kernel
+        self.groups, self.most_threads = machine.groups, machine.most_threads
 
     def array(self, values: Any, dtype: str) -> Any:
         return self.machine.array(values, dtype)

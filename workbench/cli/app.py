@@ -24,13 +24,15 @@ from workbench.cli.options import (
     spec_options,
     writable,
 )
+from workbench.cli.plan import plan
+from workbench.cli.synth import synth
 from workbench.predictor.config import PredictorSpec
 from workbench.relufy.config import RelufySpec
 from workbench.spec import LIMITS, DType, RunSpec
 
 ORDER = (
     "demo", "convert", "verify", "relufy", "train-predictors", "evaluate", "analyze", "place", "ablate", "generate",
-    "bench", "lab", "kernels",
+    "plan", "bench", "synth", "lab", "kernels",
 )  # fmt: skip
 
 
@@ -461,6 +463,8 @@ def _sources(given: list[str]) -> list[tuple[str, float]]:
     return found
 
 
+app.command()(synth)
+app.command()(plan)
 app.add_typer(analyze, name="analyze")
 app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")

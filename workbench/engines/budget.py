@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from workbench.ablation import Ablation
 from workbench.engines.kv import cache_bytes
 from workbench.errors import BudgetError
-from workbench.flash.layout import round_up
-from workbench.flash.store import Store
-from workbench.predictor.low_rank import Predictors
-from workbench.spec import RunSpec, format_bytes, parse_dram
+from workbench.flash.layout import Group, RecordLayout, round_up
+from workbench.spec import ModelSpec, RunSpec, format_bytes, parse_dram
 
 STREAM_BYTES, PROMPT_BYTES = 128 << 20, 32 << 20
 """Scratch, where neurons that are used once pass through. Without a predictor that is every token's FFN: as large as
@@ -22,7 +23,32 @@ SLOT_MARGIN = 1.5
 """Slots over the mean number of neurons in the window, and one token's on top, since tokens differ."""
 
 
-def slot_bytes(store: Store) -> int:
+class Planned(Protocol):
+    """What a plan asks of a model: a `Store` has it, and so has a model of which only the config is there. `path` is
+    what messages call it."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def layout(self) -> RecordLayout: ...
+    @property
+    def groups(self) -> tuple[Group, ...]: ...
+    @property
+    def model_bytes(self) -> int: ...
+
+
+class Calibration(Protocol):
+    """What a plan asks of predictors: their bytes, and in `card["layers"]` how many neurons are `predicted` a token."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def card(self) -> Mapping[str, Any]: ...
+
+
+def slot_bytes(store: Planned) -> int:
     """Bytes of a neuron in DRAM: its record, at the stride of flash where direct reads can land in place."""
     layout = store.layout
     return layout.bundle_stride if layout.bundle_stride % layout.alignment == 0 else round_up(layout.record_bytes, 64)
@@ -52,7 +78,7 @@ class DramPlan:
         return {**asdict(self), "total_bytes": self.total}
 
 
-def plan_dram(store: Store, ablation: Ablation, predictors: Predictors | None, run: RunSpec) -> DramPlan:
+def plan_dram(store: Planned, ablation: Ablation, predictors: Calibration | None, run: RunSpec) -> DramPlan:
     """Share the budget out. BudgetError, with the least that works, when it cannot hold what it must.
 
     Fixed: resident weights (one layer's, without `hybrid`), predictors, KV cache, scratch. The rest is slots: with
@@ -93,7 +119,7 @@ def plan_dram(store: Store, ablation: Ablation, predictors: Predictors | None, r
     return _with_slots(plan, share_out((budget - plan.fixed) // each, wanted, least_slots))
 
 
-def context_tokens(store: Store, run: RunSpec) -> int:
+def context_tokens(store: Planned, run: RunSpec) -> int:
     """Tokens that the KV cache holds."""
     positions = store.spec.max_positions
     return min(run.context, positions) if run.context else positions
@@ -117,7 +143,7 @@ def share_out(available: int, wanted: list[int], least: int) -> list[int]:
     return [max(least, int(w * low)) for w in wanted]
 
 
-def _wanted(store: Store, ablation: Ablation, predictors: Predictors | None, run: RunSpec) -> list[int]:
+def _wanted(store: Planned, ablation: Ablation, predictors: Calibration | None, run: RunSpec) -> list[int]:
     spec = store.spec
     if predictors is None or ablation.predictor == "off":
         return [spec.d_ff] * spec.num_layers
