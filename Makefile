@@ -11,7 +11,9 @@ demo: .venv/run
 test: .venv/dev
 	$(MAKE) -j2 check sanitize
 	$(BIN)/pytest -m "browser and not slow"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not device and not browser"
+	# The longest file first: a process takes whole files, and neither is to be left with it at the end.
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	  -m "not slow and not device and not browser" tests/notebooks tests/integration tests/unit
 
 check: .venv/dev
 	$(BIN)/ruff check .

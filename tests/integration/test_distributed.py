@@ -139,6 +139,7 @@ def test_two_processes_make_what_one_makes(tmp_path: Path, model: Path, data: Pa
     assert_alike(found, single)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_one_ends_both_and_another_number_goes_on(
     tmp_path: Path, model: Path, data: Path, single: Predictors
 ) -> None:
@@ -156,6 +157,7 @@ def test_ctrl_c_in_one_ends_both_and_another_number_goes_on(
     assert_alike(found, single)
 
 
+@pytest.mark.slow
 def test_a_failure_in_one_ends_both_with_one_line(tmp_path: Path, model: Path, data: Path) -> None:
     (main, shown), (other, silent) = start(2, model, data, tmp_path / "p", event="fail", who=1, at=3)
     assert (main, other) == (1, 1)
