@@ -172,11 +172,7 @@ class FlashFFN(nn.Module):
         assert slots is not None
         with clock.time("mem"):
             change = slots.update(ids, window)
-        try:
-            self._fetch(change.load_ids, change.load_slots, slots.matrix, sequential=False)
-        except BaseException:
-            slots.clear()  # the table names neurons that never arrived
-            raise
+        self._fetch(change.load_ids, change.load_slots, slots.matrix, sequential=False)
         clock.loaded += len(change.load_ids)
         clock.window_trims += change.trimmed
         clock.active += self._compute(x, slots.matrix, change.rows, slots.bias, slots.pointer, out)
@@ -230,11 +226,7 @@ class FlashFFN(nn.Module):
         if len(resident) and self.slots is not None:
             self._add(x, resident, self.slots.matrix, None, out)
         for block in self._blocks(ids):
-            try:
-                self._fetch(block, self.all_ids[: len(block)], shared.scratch, sequential=mask is None)
-            except BaseException:
-                self.clear()  # the table names neurons that never arrived
-                raise
+            self._fetch(block, self.all_ids[: len(block)], shared.scratch, sequential=mask is None)
             clock.loaded += len(block)
             self._add(x, block, shared.scratch, mask, out)
             if mask is not None:

@@ -346,14 +346,10 @@ class GpuFFN(FlashFFN):
         mx.async_eval(out)
         loaded = len(change.load_ids)
         if loaded:
-            try:
-                if in_place:
-                    self._fetch(change.load_ids, change.load_slots, slots.matrix, sequential=False)
-                else:
-                    order = self._bring(change.load_ids, change.load_slots, order)
-            except BaseException:
-                slots.clear()  # the table names neurons that never arrived
-                raise
+            if in_place:
+                self._fetch(change.load_ids, change.load_slots, slots.matrix, sequential=False)
+            else:
+                order = self._bring(change.load_ids, change.load_slots, order)
             out = out + self._sum_of(row, self.matrix, *self._loaded.set(change.load_slots), *biases, order)
         clock.loaded += loaded
         clock.window_trims += change.trimmed
@@ -402,11 +398,7 @@ class GpuFFN(FlashFFN):
         if len(resident) and self.matrix is not None:
             out = out + self._part(x, resident, self.matrix, None)
         for block in self._blocks(ids):
-            try:
-                held = self._block(block, sequential=mask is None)
-            except BaseException:
-                self.clear()  # the table names neurons that never arrived
-                raise
+            held = self._block(block, sequential=mask is None)
             clock.loaded += len(block)
             out = out + self._part(x, block, held, None if mask is None else mask[:, block])
             self._settle(out)  # the next block overwrites what this one reads

@@ -12,10 +12,6 @@ from workbench.kernels.metal.kernel import Kernel, Template
 from workbench.kernels.metal.mlx_machine import CUDA_THREADS
 from workbench.kernels.metal.source import cuda_unit
 
-_TYPES = {
-    "float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "uint32": "uint32", "uint8": "uint8",
-    "int8": "int8",
-}  # fmt: skip
 _PREAMBLE = (
     "".join(
         f"#undef __CUDA_NO_{part}__\n"
@@ -59,7 +55,7 @@ class TorchMachine:
         given = np.ascontiguousarray(values)
         if given.dtype == np.uint16:
             given = given.view(np.int16)
-        return torch.from_numpy(given).cuda().view(getattr(torch, _TYPES[dtype]))
+        return torch.from_numpy(given).cuda().view(getattr(torch, dtype))
 
     def numpy(self, array: Any) -> np.ndarray:
         """The values, copied; 16-bit floats as uint16."""
@@ -84,14 +80,14 @@ class TorchMachine:
 
         kernel.check(len(inputs), template, grid, threadgroup)
         for (name, kind), value in zip(kernel.inputs, inputs, strict=True):
-            wanted = getattr(torch, _TYPES[kernel.type_of(kind, template)])
+            wanted = getattr(torch, kernel.type_of(kind, template))
             if value.dtype != wanted or not value.is_contiguous():
                 raise ValueError(f"{kernel.name}: {name} is not a contiguous array of {wanted}")
         key = (kernel.name, kernel.digest, tuple(template.items()))
         if key not in self._functions:
             self._functions[key] = self._compiled(kernel, template)
         outputs = [
-            torch.empty(shape, dtype=getattr(torch, _TYPES[kernel.type_of(kind, template)]), device="cuda")
+            torch.empty(shape, dtype=getattr(torch, kernel.type_of(kind, template)), device="cuda")
             for (_, kind), shape in zip(kernel.outputs, output_shapes, strict=True)
         ]
         self._functions[key](
