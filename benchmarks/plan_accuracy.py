@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
 
     def prices() -> tuple[FlashFit, ComputeFit]:
         work = workload(model, use, position)
-        flash = measure_flash(args.store, seed=seed)
+        flash = measure_flash(args.store, seed=seed, file=store.bundled_path)
         return flash, calibrate(work, args.store, threads=compute_threads(run), seed=seed)
 
     fits = [prices()]

@@ -11,6 +11,9 @@ namespace {
 // Below this, waking another thread costs more than it saves.
 constexpr int64_t kBytesPerThread = 128 << 10;
 
+// Neurons that all tokens are taken over before the next ones are: they stay in a core's own cache meanwhile.
+constexpr int64_t kBlockBytes = 256 << 10, kLeastBlock = 16;
+
 int64_t itemsize(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 
 // x in the order that kernels of this dtype want it; in `scratch` where that is another order.
@@ -85,6 +88,73 @@ int64_t sparse_ffn(Ffn layer, const int32_t* rows, int64_t count, float* out, in
   }
   for (int64_t j = 0; j < d; ++j) out[j] += result[j];
   return active_data[0];
+}
+
+int64_t sparse_ffn_tokens(Ffn layer, const TokenRows& tokens, float* out, int threads) {
+  const SimdKernels& simd = simd_best();
+  const int64_t d = layer.d, t = tokens.t, stride = (d + 31) / 16 * 16;
+  const int64_t neuron = (layer.gated ? 3 : 2) * d * itemsize(layer.dtype);
+  const auto count = [&](int64_t k) { return tokens.starts[k + 1] - tokens.starts[k]; };
+  int64_t longest = 0;
+  std::vector<int> shares(static_cast<size_t>(t));  // threads of each token, as many as it has alone
+  int most = 1;
+  for (int64_t k = 0; k < t; ++k) {
+    shares[static_cast<size_t>(k)] = plan_threads(threads, count(k) * neuron);
+    most = std::max(most, shares[static_cast<size_t>(k)]);
+    if (count(k) > count(longest)) longest = k;
+  }
+  thread_local std::vector<float> sums, paired;
+  sums.assign(static_cast<size_t>(t * most * stride), 0.0f);
+  std::vector<int64_t> active(static_cast<size_t>(most), 0);
+  const float* x = layer.x;
+  if (layer.dtype == DType::bfloat16) {
+    paired.resize(static_cast<size_t>(t * d));
+    for (int64_t k = 0; k < t; ++k) simd.pair_up(x + k * d, d, paired.data() + k * d);
+    x = paired.data();
+  }
+  const int64_t block = std::max<int64_t>(kLeastBlock, kBlockBytes / neuron);
+  float* const sums_data = sums.data();
+  std::vector<Range> ranges(static_cast<size_t>(most * t));  // of each thread, what is left of each token's rows
+  parallel(most, [&, x, sums_data](int index, int) {
+    Range* const left = ranges.data() + index * t;
+    for (int64_t k = 0; k < t; ++k) {
+      const int own = shares[static_cast<size_t>(k)];
+      left[k] = index < own ? share(count(k), index, own) : Range{0, 0};
+    }
+    const int32_t* steps = tokens.ids + tokens.starts[longest];
+    int64_t found = 0, at = left[longest].begin;
+    const int64_t end_of_steps = left[longest].end;
+    for (bool last = false; !last; at += block) {
+      last = at + block >= end_of_steps;
+      for (int64_t k = 0; k < t; ++k) {
+        const int32_t* ids = tokens.ids + tokens.starts[k];
+        Range& range = left[k];
+        const int64_t end =
+            last ? range.end : std::lower_bound(ids + range.begin, ids + range.end, steps[at + block]) - ids;
+        Ffn one = layer;
+        one.x = x + k * d;
+        float* const own = sums_data + (k * most + index) * stride;
+        found += simd.ffn(one, tokens.rows + tokens.starts[k], range.begin, end, own);
+        range.begin = end;
+      }
+    }
+    active[static_cast<size_t>(index)] = found;
+  });
+  std::vector<float> plain(static_cast<size_t>(layer.dtype == DType::bfloat16 ? d : 0));
+  for (int64_t k = 0; k < t; ++k) {
+    float* const own = sums_data + k * most * stride;
+    for (int i = 1; i < shares[static_cast<size_t>(k)]; ++i) {
+      for (int64_t j = 0; j < d; ++j) own[j] += own[i * stride + j];
+    }
+    const float* result = own;
+    if (layer.dtype == DType::bfloat16) {
+      simd.pair_down(own, d, plain.data());
+      result = plain.data();
+    }
+    for (int64_t j = 0; j < d; ++j) out[k * d + j] += result[j];
+  }
+  for (int i = 1; i < most; ++i) active[0] += active[static_cast<size_t>(i)];
+  return active[0];
 }
 
 void linear(DType dtype, const float* x, int64_t t, int64_t in, const uint8_t* weight, int64_t out_features,

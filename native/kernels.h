@@ -13,6 +13,17 @@ int plan_threads(int threads, int64_t bytes);
 
 // out += the FFN over `count` slots; returns how many of them were active.
 int64_t sparse_ffn(Ffn layer, const int32_t* rows, int64_t count, float* out, int threads);
+
+// Of `t` tokens, the neurons of token k: ids, sorted, and the slots that they are in, in [starts[k], starts[k + 1]).
+struct TokenRows {
+  const int32_t *ids, *rows;
+  const int64_t* starts;
+  int64_t t;
+};
+
+// The same for several tokens, layer.x and out being [t, d]: every token's result is to the bit what sparse_ffn gives
+// it alone, and a neuron that several of them use is fetched about once.
+int64_t sparse_ffn_tokens(Ffn layer, const TokenRows& tokens, float* out, int threads);
 void linear(DType dtype, const float* x, int64_t t, int64_t in, const uint8_t* weight, int64_t out_features,
             const float* bias, float* out, int threads);
 

@@ -95,16 +95,15 @@ bool parse_squared(const char* activation) {
   reject("activation", "must be relu or relu2");
 }
 
-int64_t bind_sparse_ffn(const In& x, const In& matrix, int64_t slot_bytes, const In& rows, const In& bias,
-                        const char* dtype_name, const Out& out, int threads, bool gated, const char* activation,
-                        float threshold, std::optional<In> up_bias) {
+// What the FFN's kernels take beside the rows and where the result goes; checked. x: [.., d]; rows: slots.
+Ffn check_ffn(const In& x, int64_t d, const In& matrix, int64_t slot_bytes, const In& rows, const In& bias,
+              const char* dtype_name, int threads, bool gated, const char* activation, float threshold,
+              const std::optional<In>& up_bias) {
   const DType dtype = parse_dtype(dtype_name);
-  check("x", x, kFloat, 32, {-1});
-  const int64_t d = size(x, 0), item = dtype == DType::float32 ? 4 : 2;
+  const int64_t item = dtype == DType::float32 ? 4 : 2;
   check("matrix", matrix, kUInt, 8, {-1});
   check("rows", rows, kInt, 32, {-1});
   check("bias", bias, kFloat, 32, {-1});
-  check("out", out, kFloat, 32, {d});
   check_threads(threads);
   if (slot_bytes < (gated ? 3 : 2) * d * item || slot_bytes % item) {
     reject("slot_bytes", std::string("is too small for ") + (gated ? "three" : "two") + " rows of x's length");
@@ -123,10 +122,43 @@ int64_t bind_sparse_ffn(const In& x, const In& matrix, int64_t slot_bytes, const
     high = row[i] > high ? row[i] : high;
   }
   if (low < 0 || high >= capacity) reject("rows", "names a slot outside [0, " + std::to_string(capacity) + ")");
-  const Ffn layer = {dtype, data<float>(x), d, data<uint8_t>(matrix), slot_bytes, data<float>(bias),
-                     up_bias ? data<float>(*up_bias) : nullptr, threshold, gated, squared};
+  return {dtype, data<float>(x), d, data<uint8_t>(matrix), slot_bytes, data<float>(bias),
+          up_bias ? data<float>(*up_bias) : nullptr, threshold, gated, squared};
+}
+
+int64_t bind_sparse_ffn(const In& x, const In& matrix, int64_t slot_bytes, const In& rows, const In& bias,
+                        const char* dtype_name, const Out& out, int threads, bool gated, const char* activation,
+                        float threshold, std::optional<In> up_bias) {
+  parse_dtype(dtype_name);
+  check("x", x, kFloat, 32, {-1});
+  check("out", out, kFloat, 32, {size(x, 0)});
+  const Ffn layer = check_ffn(x, size(x, 0), matrix, slot_bytes, rows, bias, dtype_name, threads, gated, activation,
+                              threshold, up_bias);
   nb::gil_scoped_release released;
-  return sparse_ffn(layer, row, size(rows, 0), static_cast<float*>(out.data()), threads);
+  return sparse_ffn(layer, data<int32_t>(rows), size(rows, 0), static_cast<float*>(out.data()), threads);
+}
+
+int64_t bind_sparse_ffn_tokens(const In& x, const In& matrix, int64_t slot_bytes, const In& ids, const In& rows,
+                               const In& starts, const In& bias, const char* dtype_name, const Out& out, int threads,
+                               bool gated, const char* activation, float threshold, std::optional<In> up_bias) {
+  parse_dtype(dtype_name);
+  check("x", x, kFloat, 32, {-1, -1});
+  check("out", out, kFloat, 32, {size(x, 0), size(x, 1)});
+  const Ffn layer = check_ffn(x, size(x, 1), matrix, slot_bytes, rows, bias, dtype_name, threads, gated, activation,
+                              threshold, up_bias);
+  check("ids", ids, kInt, 32, {size(rows, 0)});
+  check("starts", starts, kInt, 64, {size(x, 0) + 1});
+  const TokenRows tokens = {data<int32_t>(ids), data<int32_t>(rows), data<int64_t>(starts), size(x, 0)};
+  const int64_t* const start = tokens.starts;
+  if (start[0] != 0 || start[tokens.t] != size(rows, 0)) reject("starts", "must go from 0 to the number of rows");
+  for (int64_t k = 0; k < tokens.t; ++k) {
+    if (start[k + 1] < start[k] || start[k + 1] > size(rows, 0)) reject("starts", "must not fall");
+    for (int64_t i = start[k] + 1; i < start[k + 1]; ++i) {
+      if (tokens.ids[i] <= tokens.ids[i - 1]) reject("ids", "of a token must be sorted and unique");
+    }
+  }
+  nb::gil_scoped_release released;
+  return sparse_ffn_tokens(layer, tokens, static_cast<float*>(out.data()), threads);
 }
 
 FloatArray bind_linear(const In& x, const In& weight, std::optional<In> bias, const char* dtype_name, int threads) {
@@ -211,6 +243,10 @@ void bind_kernels(nb::module_& m) {
         nb::arg("rows").noconvert(), nb::arg("bias").noconvert(), nb::arg("dtype"), nb::arg("out").noconvert(),
         nb::arg("threads"), nb::arg("gated"), nb::arg("activation"), nb::arg("threshold"),
         nb::arg("up_bias").noconvert().none());
+  m.def("sparse_ffn_tokens", &bind_sparse_ffn_tokens, nb::arg("x").noconvert(), nb::arg("matrix").noconvert(),
+        nb::arg("slot_bytes"), nb::arg("ids").noconvert(), nb::arg("rows").noconvert(), nb::arg("starts").noconvert(),
+        nb::arg("bias").noconvert(), nb::arg("dtype"), nb::arg("out").noconvert(), nb::arg("threads"), nb::arg("gated"),
+        nb::arg("activation"), nb::arg("threshold"), nb::arg("up_bias").noconvert().none());
   m.def("linear", &bind_linear, nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
         nb::arg("bias").noconvert().none(), nb::arg("dtype"), nb::arg("threads"));
   m.def("scores", &bind_scores, nb::arg("x").noconvert(), nb::arg("a").noconvert(), nb::arg("b").noconvert(),

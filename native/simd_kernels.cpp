@@ -298,11 +298,13 @@ int64_t ffn(const Ffn& layer, const int32_t* rows, int64_t begin, int64_t end, f
   return active;
 }
 
-// R rows of the weight against T rows of x, in a block of columns; added to out.
+// R rows of the weight against T rows of x, in a block of columns; added to sums[k][r], which go on block by block.
 template <class D, int R, int T>
-WB_INLINE void linear_block(const float* x, int64_t columns, const typename D::Storage* w, int64_t in, float* out,
-                            int64_t out_stride) {
-  Vec acc[R][T] = {};
+WB_INLINE void linear_block(const float* x, int64_t columns, const typename D::Storage* w, int64_t in, Vec (*sums)[R]) {
+  Vec acc[R][T];
+  for (int r = 0; r < R; ++r) {
+    for (int k = 0; k < T; ++k) acc[r][k] = sums[k][r];
+  }
   int64_t j = 0;
   for (; j + 2 * kWidth <= columns; j += 2 * kWidth) {
     Vec w0[R], w1[R];
@@ -323,24 +325,34 @@ WB_INLINE void linear_block(const float* x, int64_t columns, const typename D::S
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int k = 0; k < T; ++k) out[k * out_stride + r] += sum(acc[r][k]);
+    for (int k = 0; k < T; ++k) sums[k][r] = acc[r][k];
   }
 }
 
+constexpr int kTokens = 16;  // rows of x in one pass over the weight
+
+// In one order of additions whatever t is, so that a token's result does not depend on how many come with it.
 template <class D, int R>
 WB_INLINE void linear_rows(const float* x, int64_t t, int64_t in, const typename D::Storage* w, const float* bias,
                            float* out, int64_t out_stride) {
-  for (int64_t k = 0; k < t; ++k) {
-    for (int r = 0; r < R; ++r) out[k * out_stride + r] = bias ? bias[r] : 0.0f;
-  }
   const int64_t step = t == 1 ? in : kColumns;
-  for (int64_t from = 0; from < in; from += step) {
-    const int64_t n = from + step < in ? step : in - from;
-    const float* block = x + from * t;
-    int64_t k = 0;
-    for (; k + 4 <= t; k += 4) linear_block<D, R, 4>(block + k * n, n, w + from, in, out + k * out_stride, out_stride);
-    for (; k + 2 <= t; k += 2) linear_block<D, R, 2>(block + k * n, n, w + from, in, out + k * out_stride, out_stride);
-    for (; k < t; ++k) linear_block<D, R, 1>(block + k * n, n, w + from, in, out + k * out_stride, out_stride);
+  for (int64_t first = 0; first < t; first += kTokens) {
+    const int64_t tokens = t - first < kTokens ? t - first : kTokens;
+    Vec sums[kTokens][R];
+    for (int64_t k = 0; k < tokens; ++k) {
+      for (int r = 0; r < R; ++r) sums[k][r] = Vec{};
+    }
+    for (int64_t from = 0; from < in; from += step) {
+      const int64_t n = from + step < in ? step : in - from;
+      const float* block = x + from * t + first * n;
+      int64_t k = 0;
+      for (; k + 4 <= tokens; k += 4) linear_block<D, R, 4>(block + k * n, n, w + from, in, sums + k);
+      for (; k + 2 <= tokens; k += 2) linear_block<D, R, 2>(block + k * n, n, w + from, in, sums + k);
+      for (; k < tokens; ++k) linear_block<D, R, 1>(block + k * n, n, w + from, in, sums + k);
+    }
+    for (int64_t k = 0; k < tokens; ++k) {
+      for (int r = 0; r < R; ++r) out[(first + k) * out_stride + r] = (bias ? bias[r] : 0.0f) + sum(sums[k][r]);
+    }
   }
 }
 

@@ -6,6 +6,13 @@
 
 namespace wb {
 
+namespace {
+
+// The stamp of neurons that only forgotten tokens predicted: older than any window reaches.
+constexpr int64_t kNever = INT64_MIN / 2;
+
+}  // namespace
+
 SlotTable::SlotTable(int32_t d_ff, int32_t capacity, int64_t slot_bytes, SlotArrays arrays)
     : d_ff_(d_ff),
       capacity_(capacity),
@@ -56,6 +63,41 @@ const SlotChange& SlotTable::update(const int32_t* predicted, int64_t count, int
   change_.rows.resize(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) change_.rows[i] = slot_of_[predicted[i]];
   return change_;
+}
+
+std::vector<int32_t> SlotTable::missing(const int32_t* ids, int64_t count, int64_t window) const {
+  std::vector<int32_t> found;
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= d_ff_) throw std::invalid_argument("neurons are not in [0, d_ff)");
+    if (slot_of_[ids[i]] < 0 || (window >= 0 && last_used_[ids[i]] <= clock_ - window)) found.push_back(ids[i]);
+  }
+  return found;
+}
+
+void SlotTable::rewind(int64_t count) {
+  const int64_t kept = clock_ - count;
+  std::vector<int32_t> left;
+  while (!tokens_.empty() && tokens_.back().stamp > kept) {
+    left.insert(left.end(), tokens_.back().ids.begin(), tokens_.back().ids.end());
+    spare_.push_back(std::move(tokens_.back().ids));
+    tokens_.pop_back();
+  }
+  clock_ = kept;
+  for (const int32_t id : left) last_used_[id] = kNever;
+  for (const TokenList& token : tokens_) {
+    for (const int32_t id : token.ids) last_used_[id] = token.stamp;
+  }
+  if (!tokens_.empty() && tokens_.front().stamp == kNever) {
+    left.insert(left.end(), tokens_.front().ids.begin(), tokens_.front().ids.end());
+    spare_.push_back(std::move(tokens_.front().ids));
+    tokens_.pop_front();
+  }
+  std::sort(left.begin(), left.end());
+  left.erase(std::unique(left.begin(), left.end()), left.end());
+  const auto kept_by_another = [&](int32_t id) { return last_used_[id] != kNever; };
+  left.erase(std::remove_if(left.begin(), left.end(), kept_by_another), left.end());
+  if (left.empty()) return;
+  tokens_.push_front({kNever, std::move(left)});
 }
 
 void SlotTable::remember(const int32_t* predicted, int64_t count) {

@@ -30,8 +30,14 @@ class SlotTable {
   // is no room the oldest tokens' neurons leave first, a token at a time. window < 0: nothing leaves for its age.
   // The result is valid until the next call. std::invalid_argument, with nothing changed, for bad input.
   const SlotChange& update(const int32_t* predicted, int64_t count, int64_t window);
+  // Those of `ids` that the next token's update would have to load. Changes nothing.
+  std::vector<int32_t> missing(const int32_t* ids, int64_t count, int64_t window) const;
+  // As if the newest `count` tokens had not been: the tokens before them keep their age, and neurons that no kept token
+  // predicted are the first to leave, at the next update.
+  void rewind(int64_t count);
   void clear();
   int32_t used() const { return used_; }
+  int64_t clock() const { return clock_; }  // tokens so far
   int32_t capacity() const { return capacity_; }
 
  private:

@@ -72,6 +72,19 @@ void bind_slots(nb::module_& m) {
            nb::arg("capacity"), nb::arg("slot_bytes"), nb::arg("matrix").noconvert(), nb::arg("pointer").noconvert(),
            nb::arg("slot_bias").noconvert(), nb::arg("bias").noconvert())
       .def("update", &update, nb::arg("predicted").noconvert(), nb::arg("window"))
+      .def(
+          "missing",
+          [](const BoundTable& bound, const Ids& ids, int64_t window) {
+            return copy_ids(bound.table.missing(ids.data(), static_cast<int64_t>(ids.shape(0)), window));
+          },
+          nb::arg("ids").noconvert(), nb::arg("window"))
+      .def(
+          "rewind",
+          [](BoundTable& bound, int64_t count) {
+            if (count < 0 || count > bound.table.clock()) throw nb::value_error("count: there were not so many tokens");
+            bound.table.rewind(count);
+          },
+          nb::arg("count"))
       .def("clear", [](BoundTable& bound) { bound.table.clear(); })
       .def_prop_ro("num_used", [](const BoundTable& bound) { return bound.table.used(); });
 }

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from workbench.predictor.low_rank import Predictors as Predictors
     from workbench.predictor.train import train_predictors as train_predictors
     from workbench.report import write_report as write_report
+    from workbench.report.tables import stored_tables as stored_tables
+    from workbench.report.tables import tables as tables
     from workbench.spec import RunSpec as RunSpec
     from workbench.widgets.bar import progress_bar as progress_bar
     from workbench.widgets.errors import notebook_setup as notebook_setup
@@ -44,6 +46,8 @@ _WHERE = {
     "train_predictors": "workbench.predictor.train",
     "training_panel": "workbench.widgets.training",
     "write_report": "workbench.report",
+    "stored_tables": "workbench.report.tables",
+    "tables": "workbench.report.tables",
     "RunSpec": "workbench.spec",
 }
 

@@ -46,6 +46,8 @@ class SlotTable:
     def update(self, predicted: Int32s, window: int) -> tuple[Int32s, Int32s, Int32s, int, Int32s, int]:
         """(rows, load_ids, load_slots, evicted, moves [moved, 2], trimmed); window -1: nothing leaves for its age"""
 
+    def missing(self, ids: Int32s, window: int) -> Int32s: ...
+    def rewind(self, count: int) -> None: ...
     def clear(self) -> None: ...
     @property
     def num_used(self) -> int: ...
@@ -55,6 +57,22 @@ def sparse_ffn(
     matrix: Bytes,
     slot_bytes: int,
     rows: Int32s,
+    bias: Floats,
+    dtype: str,
+    out: Floats,
+    threads: int,
+    gated: bool,
+    activation: str,
+    threshold: float,
+    up_bias: Floats | None,
+) -> int: ...
+def sparse_ffn_tokens(
+    x: Floats,
+    matrix: Bytes,
+    slot_bytes: int,
+    ids: Int32s,
+    rows: Int32s,
+    starts: Int64s,
     bias: Floats,
     dtype: str,
     out: Floats,

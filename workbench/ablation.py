@@ -47,15 +47,16 @@ class Ablation:
             value = getattr(self, f.name)
             if isinstance(f.default, bool) and not isinstance(value, bool):
                 raise AblationError(f"ablation: {f.name}={value!r} is not true or false")
-        for name in ("prefetch", "speculative"):
-            if getattr(self, name):
-                raise AblationError(f"ablation: {name}=True is not implemented yet; leave {name} off")
         if self.windowing and self.predictor == "off":
             raise AblationError(
                 "ablation: windowing=True with predictor='off' is undefined, since every neuron is loaded "
                 "for every token; set windowing=False or predictor='low_rank'"
             )
-
+        if self.prefetch and self.predictor == "off":
+            raise AblationError(
+                "ablation: prefetch=True with predictor='off' is undefined, since nothing says which neurons the next "
+                "layer will need; set prefetch=False or predictor='low_rank'"
+            )
         if self.placement and not self.bundling:
             raise AblationError(
                 "ablation: placement=True with bundling=False is undefined, since only whole records are placed; "

@@ -29,6 +29,10 @@ class AblationError(WorkbenchError):
     """A combination of techniques is undefined, or needs something that was not given."""
 
 
+class DraftError(WorkbenchError):
+    """A draft model cannot work for this model: another vocabulary or another tokenizer."""
+
+
 class BudgetError(WorkbenchError):
     """The DRAM budget cannot hold what has to be resident."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, field
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from workbench.errors import SpecError
 
 DType = Literal["float32", "float16", "bfloat16"]
+PromptNeurons = Literal["union", "dense", "auto"]
 ITEMSIZE: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -65,8 +66,9 @@ LIMITS: dict[str, tuple[int, int]] = {
     "compute_threads": (0, 1024),
     "context": (0, 1 << 24),
     "seed": (0, 2**63 - 1),
+    "draft_tokens": (1, 15),
 }
-"""The least and greatest value of each field of RunSpec."""
+"""The least and greatest value of each field of RunSpec that is a number."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class RunSpec:
     compute_threads: threads of the CPU kernels; 0 means one for each core.
     context: tokens that the KV cache holds; 0 means as many as the model has positions.
     seed: of the text that is sampled, from the next text on.
+    draft: the store of the model that drafts tokens for speculative decoding; empty for none.
+    draft_tokens: the paper's lambda, tokens that are drafted at once.
+    prompt_neurons: which neurons a prompt takes: union (each token its own, read once for all), dense (all of them, as
+    the dense model does) or auto (in each layer dense where it is cheaper to read).
     """
 
     window: int = 4
@@ -90,6 +96,9 @@ class RunSpec:
     compute_threads: int = 0
     context: int = 512
     seed: int = 0
+    draft: str = ""
+    draft_tokens: int = 4
+    prompt_neurons: PromptNeurons = "union"
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
@@ -98,6 +107,11 @@ class RunSpec:
                 raise SpecError(f"{name}={value!r} is not a whole number")
             if not low <= getattr(self, name) <= high:
                 raise SpecError(f"{name}={getattr(self, name)} is not in {low}..{high}")
+        if not isinstance(self.draft, str):
+            raise SpecError(f"draft={self.draft!r} is not text; give the path of a store as text")
+        if self.prompt_neurons not in get_args(PromptNeurons):
+            ways = ", ".join(get_args(PromptNeurons))
+            raise SpecError(f"prompt_neurons={self.prompt_neurons!r} is not one of {ways}")
         if self.chunk_bytes % 4096:
             raise SpecError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4096")
 

@@ -41,6 +41,7 @@ def test_help_lists_the_commands_in_order() -> None:
         "generate",
         "plan",
         "bench",
+        "tables",
         "synth",
         "lab",
         "kernels",

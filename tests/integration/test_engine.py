@@ -248,7 +248,7 @@ def test_refusals(demo_store: Store, demo_predictors: Predictors, demo_text: np.
     with pytest.raises(AblationError, match=r"low_rank.*--predictors"):
         engine(demo_store, Ablation())
     with pytest.raises(DeviceError, match="torch-cpu"):
-        load(demo_store.path, backend="torch-cuda", ablation=Ablation(predictor="oracle"))
+        load(demo_store.path, backend="torch-tpu", ablation=Ablation(predictor="oracle"))
     with pytest.raises(PredictorError):
         load(demo_store.path, predictors=tmp_path / "none")
     with pytest.raises(BudgetError, match="--dram"):

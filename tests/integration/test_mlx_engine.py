@@ -260,7 +260,7 @@ def test_what_is_not_here_is_one_line(
     if not mx.cuda.is_available():
         with pytest.raises(DeviceError, match=r"backend 'mlx-cuda': MLX has no CUDA device here; this needs an NVIDIA"):
             load(demo_store.path, ablation=ORACLE, backend="mlx-cuda")
-    with pytest.raises(DeviceError, match="choose one of torch-cpu, mlx-metal, mlx-cuda, mlx-cpu"):
+    with pytest.raises(DeviceError, match="choose one of torch-cpu, torch-cuda, mlx-metal, mlx-cuda, mlx-cpu"):
         load(demo_store.path, ablation=ORACLE, backend="mlx")
     with monkeypatch.context() as patch:
         patch.setattr(importlib.metadata, "version", lambda name: "0.9.1")

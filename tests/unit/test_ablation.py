@@ -24,9 +24,8 @@ def test_paper_rows_add_one_technique_at_a_time() -> None:
         ({"predictor": "off"}, ["windowing=True", "predictor='off'", "windowing=False"]),
         ({"predictor": "magic"}, ["predictor='magic'", "oracle"]),
         ({"io": "mmap"}, ["io='mmap'", "io_uring"]),
-        ({"prefetch": True}, ["prefetch"]),
+        ({"prefetch": True, "predictor": "off", "windowing": False}, ["prefetch=True", "predictor='off'"]),
         ({"placement": True, "bundling": False}, ["placement=True", "bundling=False", "set bundling=True"]),
-        ({"speculative": True}, ["speculative"]),
         ({"hybrid": 1}, ["hybrid=1"]),
     ],
 )

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from workbench.ablation import PAPER_ROWS, Ablation
-from workbench.experiments.calibrate import _non_negative, _rate
+from workbench.experiments.calibrate import (
+    CALLS_A_PASS,
+    PROBE_CALLS,
+    PROBE_CHUNKS,
+    PROBE_DEPTHS,
+    _few_reads,
+    _non_negative,
+    _rate,
+    measure_flash,
+)
 from workbench.experiments.cost import (
     ComputeFit,
     Counts,
+    FlashCall,
     FlashFit,
     FlashPoint,
     ReadCalls,
@@ -78,6 +89,32 @@ def test_a_call_takes_the_first_read_and_then_what_each_adds() -> None:
     assert FLASH.batch_seconds(11, 4 * KIB, 32) == pytest.approx(first + 10 * full)
     assert FLASH.batch_seconds(100, 4 * KIB, 8) == pytest.approx(first + 7 * full + 92 * at_8)
     assert FLASH.batch_seconds(0.5, 4 * KIB, 32) == pytest.approx(first / 2)
+
+
+def test_calls_of_few_reads_take_what_such_calls_took() -> None:
+    calls = tuple(FlashCall(n, size, 2e-4 + n * size / 2**31) for n in (1, 4, 16) for size in (4 * KIB, MIB))
+    fit = dataclasses.replace(FLASH, calls=calls)
+    for call in calls:
+        assert fit.batch_seconds(call.reads, call.chunk_bytes, 32) == pytest.approx(call.seconds)
+    assert fit.batch_seconds(4, MIB, 32) < fit.batch_seconds(6, MIB, 32) < fit.batch_seconds(16, MIB, 32)
+    assert fit.batch_seconds(4, 2 * MIB, 32) == pytest.approx(2 * fit.batch_seconds(4, MIB, 32))
+    assert fit.batch_seconds(0.5, MIB, 32) == pytest.approx(fit.batch_seconds(1, MIB, 32) / 2)
+    assert fit.batch_seconds(0, MIB, 32) == 0
+
+
+def test_reads_that_do_not_fit_the_queue_come_at_its_rate() -> None:
+    calls = tuple(FlashCall(n, 4 * KIB, 1e-4 * n**0.5) for n in (1, 4, 16))
+    fit = dataclasses.replace(FLASH, calls=calls)
+    deep, shallow = FLASH.read_seconds(4 * KIB, 32), FLASH.read_seconds(4 * KIB, 4)
+    assert fit.batch_seconds(100, 4 * KIB, 32) == pytest.approx(4e-4 + 84 * deep)
+    assert fit.batch_seconds(100, 4 * KIB, 4) == pytest.approx(2e-4 + 96 * shallow)
+    assert fit.batch_seconds(3, 4 * KIB, 4) == fit.batch_seconds(3, 4 * KIB, 32)
+
+
+@pytest.mark.parametrize("broken", [FlashCall(0, 4096, 1e-4), FlashCall(1, 0, 1e-4), FlashCall(1, 4096, 0.0)])
+def test_calls_that_cannot_be_are_refused(broken: FlashCall) -> None:
+    with pytest.raises(ValueError, match="calls"):
+        dataclasses.replace(FLASH, calls=(broken,))
 
 
 def test_fits_that_cannot_be() -> None:
@@ -232,3 +269,26 @@ def test_least_squares_of_nothing_negative() -> None:
     found = _non_negative(columns, columns @ [5e-6, 0, 1e-7] - columns @ [0, 1e-9, 0])
     assert min(found) >= 0
     assert math.isfinite(sum(found))
+
+
+def test_flash_is_measured_on_a_store_s_own_file_where_there_is_one(tmp_path: Path) -> None:
+    file = tmp_path / "ffn.bundled"
+    file.write_bytes(bytes(4 * MIB))
+    fit = measure_flash(tmp_path / "elsewhere", engine="buffered", seconds=1e-6, file=file)
+    assert fit.source == f"measured now, ffn.bundled of {tmp_path}"
+    assert {(p.depth, p.chunk_bytes) for p in fit.points} == {(d, c) for d in PROBE_DEPTHS for c in PROBE_CHUNKS}
+    assert {(c.reads, c.chunk_bytes) for c in fit.calls} == {(n, c) for n in PROBE_CALLS for c in PROBE_CHUNKS}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_pass_has_so_many_calls_of_each_size(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(MIB))
+    found = _few_reads(file, "buffered", 4 * KIB, np.random.default_rng(0))
+    assert {reads: len(times) for reads, times in found.items()} == dict.fromkeys(PROBE_CALLS, CALLS_A_PASS)
+
+
+def test_a_temporary_file_is_gone_afterwards(tmp_path: Path) -> None:
+    fit = measure_flash(tmp_path, engine="buffered", seconds=1e-6, nbytes=MIB)
+    assert max(p.chunk_bytes for p in fit.points) == 256 * KIB
+    assert not list(tmp_path.iterdir())

@@ -174,12 +174,16 @@ def test_random_sequences_equal_the_reference(seed: int) -> None:
         count = int(rng.integers(0, capacity + 1)) if action < 0.3 else int(rng.integers(0, capacity // 3 + 1))
         pool = favourites[: max(count, d_ff // 2)] if rng.random() < 0.7 else favourites
         predicted = np.sort(rng.choice(pool, count, replace=False)).astype(np.int32)
+        missing = native.missing(predicted, window)
+        np.testing.assert_array_equal(missing, reference.missing(predicted, window))
         if action > 0.95:
             changes = native.admit(predicted), reference.admit(predicted)
         else:
             changes = native.update(predicted, window), reference.update(predicted, window)
         for mine, theirs in zip(*changes, strict=True):
             np.testing.assert_array_equal(mine, theirs)
+        if action <= 0.95:
+            np.testing.assert_array_equal(missing, changes[0].load_ids)
         fill(native, changes[0])
         fill(reference, changes[1])
         check(native, predicted, changes[0])

@@ -26,13 +26,14 @@ from workbench.cli.options import (
 )
 from workbench.cli.plan import plan
 from workbench.cli.synth import synth
+from workbench.cli.tables import tables
 from workbench.predictor.config import PredictorSpec
 from workbench.relufy.config import RelufySpec
-from workbench.spec import LIMITS, DType, RunSpec
+from workbench.spec import LIMITS, DType, PromptNeurons, RunSpec
 
 ORDER = (
     "demo", "convert", "verify", "relufy", "train-predictors", "evaluate", "analyze", "place", "ablate", "generate",
-    "plan", "bench", "synth", "lab", "kernels",
+    "plan", "bench", "tables", "synth", "lab", "kernels",
 )  # fmt: skip
 
 
@@ -57,6 +58,13 @@ Seed = Annotated[int, typer.Option(min=0, max=LIMITS["seed"][1], help="seed of e
 Data = Annotated[
     str, typer.Option(help="text: C4-style .json.gz, parquet, text (file or folder), c4, or hub:OWNER/NAME")
 ]
+DraftStore = Annotated[
+    Path | None, typer.Option("--draft", help="store of a smaller model of the same tokenizer, for --speculative")
+]
+DraftTokens = Annotated[
+    int,
+    typer.Option(min=LIMITS["draft_tokens"][0], max=LIMITS["draft_tokens"][1], help="tokens drafted at once (lambda)"),
+]
 Window = Annotated[int, typer.Option(min=0, max=LIMITS["window"][1], help="the paper's k, in tokens")]
 Dram = Annotated[str, typer.Option(help="DRAM budget: a share of the model (50%) or a size (3GiB)")]
 Context = Annotated[int, typer.Option(min=0, max=LIMITS["context"][1], help="KV cache, tokens; 0: all positions")]
@@ -65,7 +73,8 @@ PlacementMethod = Literal["chain", "clusters", "bisection", "spectral", "frequen
 AnyDType = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to train")]
 Backend = Annotated[
-    Literal["torch-cpu", "mlx-metal", "mlx-cuda", "mlx-cpu"], typer.Option(help="what the engine computes with and on")
+    Literal["torch-cpu", "torch-cuda", "mlx-metal", "mlx-cuda", "mlx-cpu"],
+    typer.Option(help="what the engine computes with and on"),
 ]
 Logs = Annotated[Path | None, typer.Option(help="directory for TensorBoard")]
 CheckpointSeconds = Annotated[float, typer.Option(min=0, help="save the state this often")]
@@ -326,6 +335,8 @@ def ablate(
     prompt: Annotated[int, typer.Option(min=1, help="prompt tokens")] = 128,
     tokens: Annotated[int, typer.Option(min=4, help="tokens counted a row")] = 64,
     row_seconds: Annotated[float, typer.Option(min=0, help="end a row after this long")] = 120.0,
+    draft: DraftStore = None,
+    draft_tokens: DraftTokens = 4,
     window: Window = 4,
     dram: Dram = "50%",
     context: Context = 512,
@@ -334,7 +345,7 @@ def ablate(
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """The paper's rows as a table; techniques given as options make one more row."""
+    """The paper's rows as a table; techniques given as options make one more row, and so does a draft model."""
     from workbench.experiments import ablate as experiment
     from workbench.experiments.record import write_json
     from workbench.experiments.text import window_and_card
@@ -345,11 +356,13 @@ def ablate(
     opened = Store.open(store)
     trained = Predictors.load(predictors) if predictors else None
     rows = experiment.default_rows(trained)
+    run = _run(window, dram, context, depth, seed, draft, draft_tokens)
+    if draft and trained:
+        rows["all + speculative"] = experiment.beyond_rows(run)["all + speculative"]
     if ablation:
         base = Ablation(predictor="low_rank" if trained else "oracle")
         rows["asked for"] = dataclasses.replace(base, **ablation)
     text, card = window_and_card(data, opened, prompt + experiment.WARM_UP + tokens)
-    run = RunSpec(window=window, dram=dram, context=context, depth=depth, seed=seed)
     partial = json.with_name(json.name + ".partial") if json else None
     with progress_bar("ablate") as progress:
         record = experiment.ablate(
@@ -374,6 +387,11 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0, max=100, help="0 is greedy")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="nucleus: keep the likeliest tokens up to this")] = 1.0,
+    draft: DraftStore = None,
+    draft_tokens: DraftTokens = 4,
+    prompt_neurons: Annotated[
+        PromptNeurons, typer.Option(help="of the prompt: its tokens' own (union), all (dense), or the cheaper (auto)")
+    ] = "union",
     window: Window = 4,
     dram: Dram = "50%",
     context: Context = 512,
@@ -387,7 +405,10 @@ def generate(
     from workbench.experiments.generate import stream
 
     settings = Ablation(**{"predictor": "low_rank" if predictors else "oracle", **ablation})
-    run = RunSpec(window=window, dram=dram, context=context, depth=depth, seed=seed)
+    if draft and not settings.speculative:
+        raise typer.BadParameter("--draft is for --speculative; add it, or leave --draft out")
+    run = _run(window, dram, context, depth, seed, draft, draft_tokens)
+    run = dataclasses.replace(run, prompt_neurons=prompt_neurons)
     with load(store, ablation=settings, predictors=predictors, run=run, backend=backend) as engine:
         record = stream(
             engine, prompt, max_new_tokens, temperature=temperature, top_p=top_p,
@@ -451,6 +472,13 @@ def lab(
     os.execv(command[0], command)
 
 
+def _run(window: int, dram: str, context: int, depth: int, seed: int, draft: Path | None, draft_tokens: int) -> RunSpec:
+    return RunSpec(
+        window=window, dram=dram, context=context, depth=depth, seed=seed, draft=str(draft or ""),
+        draft_tokens=draft_tokens,
+    )  # fmt: skip
+
+
 def _sources(given: list[str]) -> list[tuple[str, float]]:
     """PATH or PATH=WEIGHT, each."""
     found = []
@@ -465,6 +493,7 @@ def _sources(given: list[str]) -> list[tuple[str, float]]:
 
 app.command()(synth)
 app.command()(plan)
+app.command()(tables)
 app.add_typer(analyze, name="analyze")
 app.add_typer(bench, name="bench")
 app.add_typer(kernels, name="kernels")

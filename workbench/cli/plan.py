@@ -11,7 +11,7 @@ from workbench.ablation import IoEngine
 from workbench.cli.options import console, progress_bar, writable
 from workbench.spec import LIMITS, DType
 
-Backend = Literal["torch-cpu", "mlx-metal", "mlx-cuda", "mlx-cpu"]
+Backend = Literal["torch-cpu", "torch-cuda", "mlx-metal", "mlx-cuda", "mlx-cpu"]
 
 
 def plan(

@@ -89,6 +89,21 @@ class Slots:
         """As `update` for a token whose neurons the caller copies from elsewhere; nothing leaves for its age."""
         return self._update(ids, -1)
 
+    def missing(self, ids: NDArray[np.int32], window: int) -> NDArray[np.int32]:
+        """Those of `ids`, in their order, that an `update` of the next token with this window would load."""
+        if window < 0:
+            raise ValueError(f"window={window} is negative")
+        return self._table.missing(ids, window)
+
+    def rewind(self, count: int) -> None:
+        """As if the newest `count` tokens had not been, where text is taken back.
+
+        The tokens before them keep their age in the window. Neurons that none of these predicted stay in their slots
+        until the next `update`, before which they leave first. O(neurons in the window). ValueError for more tokens
+        than there were.
+        """
+        self._table.rewind(count)
+
     def _update(self, predicted: NDArray[np.int32], window: int) -> Change:
         try:
             return Change(*self._table.update(predicted, window))
@@ -129,6 +144,19 @@ class ReferenceSlots:
     def admit(self, ids: NDArray[np.int32]) -> Change:
         """As `Slots.admit`."""
         return self._update(ids, self._clock + 1)
+
+    def missing(self, ids: NDArray[np.int32], window: int) -> NDArray[np.int32]:
+        """As `Slots.missing`."""
+        kept = [ids for stamp, ids in self._last_k_active if stamp > self._clock - window]
+        held = set(self.ids().tolist()) & set().union(*kept)
+        return np.array([i for i in ids.tolist() if i not in held], np.int32)
+
+    def rewind(self, count: int) -> None:
+        """As `Slots.rewind`."""
+        if not 0 <= count <= self._clock:
+            raise ValueError("count: there were not so many tokens")
+        self._clock -= count
+        self._last_k_active = [(stamp, ids) for stamp, ids in self._last_k_active if stamp <= self._clock]
 
     def _update(self, predicted: NDArray[np.int32], window: int) -> Change:
         wanted = predicted.tolist()

@@ -14,14 +14,19 @@ if TYPE_CHECKING:
     from workbench.predictor.low_rank import Predictors
     from workbench.spec import RunSpec
 
-BACKENDS = ("torch-cpu", "mlx-metal", "mlx-cuda", "mlx-cpu")
+READ_BYTES = 256 << 20
+BACKENDS = ("torch-cpu", "torch-cuda", "mlx-metal", "mlx-cuda", "mlx-cpu")
 
 
 def check_backend(backend: str) -> None:
     """DeviceError, saying what to do, for a name that is none and for a backend that this machine cannot run."""
     if backend not in BACKENDS:
         raise DeviceError(f"backend {backend!r} is not available; choose one of {', '.join(BACKENDS)}")
-    if backend.startswith("mlx"):
+    if backend == "torch-cuda":
+        from workbench.engines.torch_cuda.card import check_device as check_card
+
+        check_card()
+    elif backend.startswith("mlx"):
         from workbench.engines.mlx.device import check_device
 
         check_device(backend)
@@ -31,9 +36,25 @@ def device_of(backend: str) -> str:
     """What a backend computes on, as records name it: 'cpu', or the name of the GPU."""
     if backend in ("torch-cpu", "mlx-cpu"):
         return "cpu"
+    if backend == "torch-cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
     from workbench.engines.mlx.device import gpu_info
 
     return str(gpu_info().get("device_name", backend.removeprefix("mlx-")))
+
+
+def memory_bandwidth(backend: str, threads: int = 0) -> float:
+    """Bytes/s that the memory which a backend computes on gives: what a plain read reaches on the CPU with `threads`
+    threads (0: one a core), what a copy moves on torch-cuda's card. The MLX GPU backends have the CPU's figure."""
+    if backend == "torch-cuda":
+        from workbench.engines.torch_cuda.card import copy_bandwidth
+
+        return copy_bandwidth()
+    from workbench.kernels.bandwidth import read_bandwidth
+
+    return read_bandwidth(READ_BYTES, threads)
 
 
 def open_engine(
@@ -45,6 +66,10 @@ def open_engine(
         from workbench.engines.torch_cpu import TorchCpuEngine
 
         return TorchCpuEngine(store, ablation, predictors, run)
+    if backend == "torch-cuda":
+        from workbench.engines.torch_cuda.engine import TorchCudaEngine
+
+        return TorchCudaEngine(store, ablation, predictors, run)
     from workbench.engines.mlx.engine import MlxEngine
 
     return MlxEngine(store, ablation, predictors, run, backend)

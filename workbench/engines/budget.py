@@ -18,6 +18,8 @@ from workbench.spec import ModelSpec, RunSpec, format_bytes, parse_dram
 STREAM_BYTES, PROMPT_BYTES = 128 << 20, 32 << 20
 """Scratch, where neurons that are used once pass through. Without a predictor that is every token's FFN: as large as
 a layer's, at most the first. With one it is the prompt's: half a layer's, at most the second."""
+AHEAD_SHARE = 8
+"""Room for what is read ahead: one neuron in so many of a layer, in no more bytes than the prompt's scratch."""
 LEAST_SLOTS = 64
 SLOT_MARGIN = 1.5
 """Slots over the mean number of neurons in the window, and one token's on top, since tokens differ."""
@@ -65,6 +67,8 @@ class DramPlan:
     scratch_bytes: int
     slot_bytes: int
     slots: tuple[int, ...]
+    ahead_bytes: int = 0
+    draft_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -72,18 +76,23 @@ class DramPlan:
 
     @property
     def fixed(self) -> int:
-        return self.resident_bytes + self.predictor_bytes + self.kv_bytes + self.scratch_bytes
+        return (
+            self.resident_bytes + self.predictor_bytes + self.kv_bytes + self.scratch_bytes + self.ahead_bytes
+            + self.draft_bytes
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, int | tuple[int, ...]]:
         return {**asdict(self), "total_bytes": self.total}
 
 
-def plan_dram(store: Planned, ablation: Ablation, predictors: Calibration | None, run: RunSpec) -> DramPlan:
+def plan_dram(
+    store: Planned, ablation: Ablation, predictors: Calibration | None, run: RunSpec, draft_bytes: int = 0
+) -> DramPlan:
     """Share the budget out. BudgetError, with the least that works, when it cannot hold what it must.
 
-    Fixed: resident weights (one layer's, without `hybrid`), predictors, KV cache, scratch. The rest is slots: with
-    a predictor, each layer gets them by the number of neurons that are predicted there (the paper's Req_i), no more
-    than its window needs; without one, each layer keeps as many neurons as fit.
+    Fixed: resident weights (one layer's, without `hybrid`), predictors, KV cache, scratch, and the `draft_bytes` of a
+    draft model. The rest is slots: with a predictor, each layer gets them by the number of neurons that are predicted
+    there (the paper's Req_i), no more than its window needs; without one, each layer keeps as many neurons as fit.
     """
     spec, each = store.spec, slot_bytes(store)
     try:
@@ -96,6 +105,7 @@ def plan_dram(store: Planned, ablation: Ablation, predictors: Calibration | None
     low_rank = ablation.predictor == "low_rank" and predictors is not None
     streams = ablation.predictor == "off"
     scratch = min(STREAM_BYTES // each, spec.d_ff) if streams else min(PROMPT_BYTES // each, -(-spec.d_ff // 2))
+    ahead = max(1, min(PROMPT_BYTES // each, -(-spec.d_ff // AHEAD_SHARE))) if ablation.prefetch else 0
     plan = DramPlan(
         budget_bytes=budget,
         resident_bytes=resident,
@@ -104,6 +114,8 @@ def plan_dram(store: Planned, ablation: Ablation, predictors: Calibration | None
         scratch_bytes=max(1, scratch) * each,
         slot_bytes=each,
         slots=(),
+        ahead_bytes=ahead * each,
+        draft_bytes=draft_bytes,
     )
     streams_all = streams and not ablation.hybrid
     least_slots = 0 if streams else min(LEAST_SLOTS, spec.d_ff)
@@ -147,7 +159,9 @@ def _wanted(store: Planned, ablation: Ablation, predictors: Calibration | None, 
     spec = store.spec
     if predictors is None or ablation.predictor == "off":
         return [spec.d_ff] * spec.num_layers
-    tokens = run.window + 1 if ablation.windowing else 1
+    # the tokens of a round of speculative decoding are held at the same time
+    together = 1 + (run.draft_tokens if ablation.speculative else 0)
+    tokens = run.window + together if ablation.windowing else together
     means = [float(entry["predicted"]) for entry in predictors.card["layers"]]
     return [min(spec.d_ff, round_up(int((SLOT_MARGIN * tokens + 1) * mean) + LEAST_SLOTS, 64)) for mean in means]
 

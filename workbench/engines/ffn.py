@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +12,13 @@ from torch import nn
 
 from workbench.ablation import Ablation
 from workbench.dram.slots import Slots
-from workbench.engines.layers import TORCH_DTYPES, as_tensor
+from workbench.engines.few import few_tokens
+from workbench.engines.layers import FEW_TOKENS, TORCH_DTYPES, as_tensor
+from workbench.engines.prefetch import Arrived, ReadAhead, next_margin
+from workbench.engines.prompt import streamed
 from workbench.engines.stats import StepClock
 from workbench.flash.placement import Placement
-from workbench.flash.reader import FlashReader
+from workbench.flash.reader import FlashReader, ReadStats
 from workbench.flash.store import Store
 from workbench.kernels.ffn import sparse_ffn
 from workbench.kernels.linear import linear
@@ -26,7 +30,9 @@ from workbench.spec import RunSpec
 @dataclass
 class Shared:
     """What all layers of an engine have in common. `scratch` holds neurons on their way through, as slots do. `placed`
-    is the open file of `placement`: both there once the ablation has asked for it."""
+    is the open file of `placement`: both there once the ablation has asked for it. `ahead`: there with prefetch.
+    `window_end`: of a few tokens at once, the one that the window is to end at, counted from 1; 0 for the last.
+    `prompt`: how the neurons of the prompt that is being taken are read."""
 
     store: Store
     run: RunSpec
@@ -40,6 +46,10 @@ class Shared:
     threads: int
     placed: int | None = None
     placement: Placement | None = None
+    ahead: ReadAhead | None = None
+    ffns: list[FlashFFN] = field(default_factory=list)
+    window_end: int = 0
+    prompt: str = "union"
 
 
 class PackedPredictor:
@@ -50,11 +60,11 @@ class PackedPredictor:
         self.bias, self.threshold = np.ascontiguousarray(layer.bias, np.float32), layer.threshold
         self.dtype, self.scales = layer.stored, (layer.a_scale, layer.b_scale)
 
-    def ids(self, x: np.ndarray[Any, Any], threads: int) -> np.ndarray[Any, Any]:
-        """Sorted int32 ids predicted for one token's input [d_model]."""
+    def ids(self, x: np.ndarray[Any, Any], threads: int, margin: float = 0.0) -> np.ndarray[Any, Any]:
+        """Sorted int32 ids predicted for one token's input [d_model], `margin` above the threshold."""
         a_scale, b_scale = self.scales
         return predict(
-            x, self.a, self.b, self.bias, self.threshold, self.dtype, threads, a_scale=a_scale, b_scale=b_scale
+            x, self.a, self.b, self.bias, self.threshold + margin, self.dtype, threads, a_scale=a_scale, b_scale=b_scale
         )
 
     def mask(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,8 +77,7 @@ class PackedPredictor:
         return scores > self.threshold
 
 
-@dataclass
-class Biases:
+class Biases(NamedTuple):
     """Of one layer's FFN: `first` float32 [d_ff], of the row that the activation sits on; `up` float32 [d_ff] of a
     gated FFN's up row, or None; `down` float32 [d_model] or None."""
 
@@ -93,6 +102,12 @@ class FlashFFN(nn.Module):
         self.all_ids = np.arange(spec.d_ff, dtype=np.int32)
         self.resident_ids = self.all_ids[:0]  # in the slots for good, neuron i in slot i (hybrid without a predictor)
         self.other_ids = self.all_ids  # the others, in the order in which they lie on flash
+        self.norm: Callable[[torch.Tensor], torch.Tensor] = lambda h: h  # what makes its input of the residual stream
+        self.residual: torch.Tensor | None = None  # that stream [..., d_model], of the present token
+        self.margin = 0.0  # how sure a neuron must be to be read ahead
+        self._arrived: Arrived | None = None
+        self._unused = np.zeros(0, bool)  # of what arrived
+        self._looked = 0.0  # the token for which the next layer's neurons were guessed, by when it began
 
     def set_slots(self, capacity: int) -> None:
         """New, empty slots; without a predictor they are filled with the first neurons, to stay."""
@@ -126,7 +141,10 @@ class FlashFFN(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        out = self._token(rows[0])[None] if len(rows) == 1 else self._prompt(rows)
+        if self.shared.prompt == "dense" and self.shared.ablation.predictor != "off":
+            out = self._prompt(rows)
+        else:
+            out = self._token(rows[0])[None] if len(rows) == 1 else self._several(rows)
         if self.biases.down is not None:
             out += torch.from_numpy(self.biases.down)
         return out.view(x.shape)
@@ -142,8 +160,8 @@ class FlashFFN(nn.Module):
             self._sparse(x, self._choose(x), out)
         return torch.from_numpy(out)
 
-    def _choose(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The neurons to compute for one token, sorted."""
+    def _choose(self, x: np.ndarray[Any, Any], margin: float = 0.0) -> np.ndarray[Any, Any]:
+        """The neurons to compute for one token, sorted; with a margin, only those that the predictor is surer of."""
         shared, clock = self.shared, self.shared.clock
         if shared.ablation.predictor == "oracle":
             with clock.time("oracle"):
@@ -152,7 +170,7 @@ class FlashFFN(nn.Module):
                 return np.flatnonzero(z > self.threshold).astype(np.int32)
         assert self.predictor is not None
         with clock.time("predictor"):
-            return self.predictor.ids(x, shared.threads)
+            return self.predictor.ids(x, shared.threads, margin)
 
     def _sparse(self, x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
         """Compute the neurons `ids`, bringing those that the window lacks."""
@@ -161,21 +179,102 @@ class FlashFFN(nn.Module):
         shared.clock.predicted += len(ids)
         if not shared.ablation.windowing:
             slots.clear()
-        window = shared.run.window if shared.ablation.windowing else 0
+        self._take_ahead()
         # More than the slots hold: in passes, none of them left out.
         for at in range(0, max(1, len(ids)), slots.capacity):
-            self._pass(x, ids[at : at + slots.capacity], window, out)
+            self._pass(x, ids[at : at + slots.capacity], self._window, out)
+        self._settle_ahead()
         shared.clock.in_window += slots.num_used
+
+    @property
+    def _window(self) -> int:
+        return self.shared.run.window if self.shared.ablation.windowing else 0
 
     def _pass(self, x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], window: int, out: np.ndarray[Any, Any]) -> None:
         slots, clock = self.slots, self.shared.clock
         assert slots is not None
         with clock.time("mem"):
             change = slots.update(ids, window)
-        self._fetch(change.load_ids, change.load_slots, slots.matrix, sequential=False)
+            at, here = self._landed(change.load_ids)
+            if len(at):
+                self._copy_landed(at, change.load_slots[here])
+        self._fetch(change.load_ids[~here], change.load_slots[~here], slots.matrix, sequential=False)
+        self._look_ahead()
         clock.loaded += len(change.load_ids)
         clock.window_trims += change.trimmed
         clock.active += self._compute(x, slots.matrix, change.rows, slots.bias, slots.pointer, out)
+
+    # reading ahead
+
+    def _take_ahead(self) -> None:
+        """Wait for what was read ahead for this layer."""
+        clock, ahead = self.shared.clock, self.shared.ahead
+        with clock.time("io"):
+            self._arrived = None if ahead is None else ahead.take()
+        if self._arrived is None:
+            return
+        stats = self._arrived.stats
+        clock.seconds["hidden_io"] += self._arrived.hidden_s
+        clock.read_bytes += stats.read_bytes
+        clock.reads += stats.reads
+        clock.prefetched += len(self._arrived.ids)
+        self._unused = np.ones(len(self._arrived.ids), bool)
+
+    def _landed(self, ids: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Which of the sorted `ids` were read ahead: their places in the buffer, and a bool mask of `ids`."""
+        if self._arrived is None:
+            return self.all_ids[:0], np.zeros(len(ids), bool)
+        known = self._arrived.ids
+        at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+        here = known[at] == ids
+        self._unused[at[here]] = False
+        return at[here], here
+
+    def _copy_landed(self, at: np.ndarray[Any, Any], places: np.ndarray[Any, Any]) -> None:
+        """From places of the buffer of what was read ahead to slots."""
+        assert self._arrived is not None
+        assert self.slots is not None
+        width = self.shared.slot_bytes
+        held = self._arrived.buffer[: len(self._arrived.buffer) // width * width].reshape(-1, width)
+        self.slots.matrix.reshape(-1, width)[places] = held[at]
+
+    def _settle_ahead(self) -> None:
+        """Count what was read for nothing: of a read's bytes, the share of the neurons that were not needed."""
+        if self._arrived is not None:
+            clock, unused = self.shared.clock, int(np.count_nonzero(self._unused))
+            clock.wasted += unused
+            self.margin = next_margin(self.margin, self._arrived, unused)
+            clock.wasted_bytes += self._arrived.stats.read_bytes * unused // len(self._unused)
+            self._arrived = None
+
+    @property
+    def _following(self) -> FlashFFN | None:
+        """The next layer's FFN."""
+        ffns = self.shared.ffns
+        return ffns[self.layer + 1] if self.layer + 1 < len(ffns) else None
+
+    def _look_ahead(self) -> None:
+        """Begin to read what the next layer is likely to need, once a token."""
+        ahead, following = self.shared.ahead, self._following
+        if ahead is None or following is None or self.residual is None or self._looked == self.shared.clock.began:
+            return
+        self._looked = self.shared.clock.began
+        ids = self._guessed(following)
+        with self.shared.clock.time("mem"):
+            assert following.slots is not None
+            ids = following.slots.missing(ids, self._window)
+        ahead.start(ids, following.read_ahead)
+
+    def _guessed(self, following: FlashFFN) -> np.ndarray[Any, Any]:
+        """The neurons that the next layer would compute if nothing were added to the residual stream before it,
+        sorted."""
+        assert self.residual is not None
+        x = following.norm(self.residual).numpy().reshape(-1)
+        return following._choose(np.ascontiguousarray(x), following.margin)
+
+    def read_ahead(self, ids: np.ndarray[Any, Any], buffer: np.ndarray[Any, Any]) -> ReadStats:
+        """Bring neurons into the first places of a buffer. Any thread may call it while no setting is changed."""
+        return self._read(ids, self.all_ids[: len(ids)], buffer, sequential=False)
 
     def _compute(
         self,
@@ -208,28 +307,32 @@ class FlashFFN(nn.Module):
         clock.predicted += len(self.all_ids)
         clock.in_window += len(self.resident_ids)
 
+    def _several(self, rows: torch.Tensor) -> torch.Tensor:
+        return few_tokens(self, rows) if len(rows) <= FEW_TOKENS else self._prompt(rows)
+
     # a prompt: many tokens at once
 
     def _prompt(self, x: torch.Tensor) -> torch.Tensor:
-        """The neurons of all tokens together, each read once; each token uses its own neurons only."""
+        """The neurons of all tokens together, each read once; each token uses its own neurons only, or all of them
+        where all are read (`RunSpec.prompt_neurons`)."""
         shared, clock = self.shared, self.shared.clock
         out = torch.zeros_like(x)
-        mask = self._choose_all(x)
-        if mask is None:
-            ids, resident = self.other_ids, self.resident_ids
-            clock.predicted += len(x) * len(self.all_ids)
-        else:
-            chosen, on_flash = mask.any(0).numpy(), self._on_flash()
-            ids, resident = on_flash[chosen[on_flash]], self.all_ids[:0]
-            clock.predicted += int(torch.count_nonzero(mask))
-            self._refill(mask)
+        # where all are read, the last tokens' are still chosen: they are what the window has
+        mask = kept = self._choose_all(x[-(self._window + 1) :] if shared.prompt == "dense" else x)
+        ids, resident = self.other_ids, self.resident_ids
+        if kept is not None:
+            chosen, on_flash = kept.any(0).numpy(), self._on_flash()
+            mask = None if streamed(self, kept) else kept
+            ids, resident = on_flash if mask is None else on_flash[chosen[on_flash]], self.all_ids[:0]
+            self._refill(kept)
+        clock.predicted += len(x) * len(self.all_ids) if mask is None else int(torch.count_nonzero(mask))
         if len(resident) and self.slots is not None:
             self._add(x, resident, self.slots.matrix, None, out)
         for block in self._blocks(ids):
             self._fetch(block, self.all_ids[: len(block)], shared.scratch, sequential=mask is None)
             clock.loaded += len(block)
             self._add(x, block, shared.scratch, mask, out)
-            if mask is not None:
+            if kept is not None:
                 self._keep(block)
         return out
 
@@ -255,24 +358,41 @@ class FlashFFN(nn.Module):
         out: torch.Tensor,
     ) -> None:
         """Add the part of `ids`, which are in the first slots of `matrix`, to out [tokens, d_model]."""
+        first, up = (None if part is None else torch.from_numpy(part[ids]) for part in self.biases[:2])
+        assert first is not None
+        own = None if mask is None else mask[:, torch.from_numpy(ids)]
+        held = torch.from_numpy(matrix[: len(ids) * self.shared.slot_bytes])
+        self.shared.clock.active += int(self._add_part(x, held, first, up, own, out))
+
+    def _add_part(
+        self,
+        x: torch.Tensor,
+        held: torch.Tensor,
+        first: torch.Tensor,
+        up_bias: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add the part of the neurons whose records are in `held`, uint8 [n * slot_bytes], to out [tokens, d_model];
+        returns how many were active. first, up_bias: float32 [n]. mask: bool [tokens, n], or None for all."""
         d, dtype = x.shape[1], TORCH_DTYPES[self.shared.store.dtype]
-        slots = torch.from_numpy(matrix[: len(ids) * self.shared.slot_bytes]).view(dtype).view(len(ids), -1)
+        slots = held.view(dtype).view(len(first), -1)
         rows = [slots[:, i * d : (i + 1) * d].float() for i in range(3 if self.gated else 2)]
-        z = torch.addmm(torch.from_numpy(self.biases.first[ids]), x, rows[-2].T)
+        z = torch.addmm(first, x, rows[-2].T)
         chosen = ~(z <= self.threshold)  # true of NaN, which has to show
         if mask is not None:
-            chosen &= mask[:, torch.from_numpy(ids)]
-        self.shared.clock.active += int(torch.count_nonzero(chosen))
+            chosen &= mask
         # where() and not a product: a neuron that is left out counts for nothing, finite or not
         hidden = torch.where(chosen, z, 0.0)
         if self.squared:
             hidden = hidden.square_()
         if self.gated:
             up = x @ rows[0].T
-            if self.biases.up is not None:
-                up += torch.from_numpy(self.biases.up[ids])
+            if up_bias is not None:
+                up += up_bias
             hidden *= up
         out.addmm_(hidden, rows[-1])
+        return torch.count_nonzero(chosen)
 
     def _refill(self, mask: torch.Tensor) -> None:
         """Set the window to the last tokens of a prompt; `_keep` copies their neurons as they pass by."""
@@ -280,7 +400,8 @@ class FlashFFN(nn.Module):
         assert slots is not None
         with shared.clock.time("mem"):
             slots.clear()
-            kept = mask[-(shared.run.window + 1) :].numpy() if shared.ablation.windowing else []
+            seen = mask[: shared.window_end or len(mask)]
+            kept = seen[-(shared.run.window + 1) :].numpy() if shared.ablation.windowing else []
             last = [np.flatnonzero(row).astype(np.int32) for row in kept]
             if any(len(ids) > slots.capacity for ids in last):
                 return
@@ -312,13 +433,19 @@ class FlashFFN(nn.Module):
         """Bring neurons `ids` into `slots` of `matrix`; counted as io. `sequential`: they are neighbours on flash."""
         if not len(ids):
             return
-        shared, clock = self.shared, self.shared.clock
-        gap = 0 if sequential else shared.run.coalesce_gap_bytes if shared.ablation.coalesce else -1
+        clock = self.shared.clock
         with clock.time("io"):
-            handle, offsets, lengths, destinations = self._requests(ids, slots)
-            stats = shared.reader.read(handle, offsets, lengths, matrix, destinations, gap)
+            stats = self._read(ids, slots, matrix, sequential=sequential)
         clock.read_bytes += stats.read_bytes
         clock.reads += stats.reads
+
+    def _read(
+        self, ids: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], matrix: np.ndarray[Any, Any], *, sequential: bool
+    ) -> ReadStats:
+        shared = self.shared
+        gap = 0 if sequential else shared.run.coalesce_gap_bytes if shared.ablation.coalesce else -1
+        handle, offsets, lengths, destinations = self._requests(ids, slots)
+        return shared.reader.read(handle, offsets, lengths, matrix, destinations, gap)
 
     def _requests(self, ids: np.ndarray[Any, Any], slots: np.ndarray[Any, Any]) -> tuple[int, Any, Any, Any]:
         store, layout, width = self.shared.store, self.shared.store.layout, self.shared.slot_bytes

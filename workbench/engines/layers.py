@@ -5,6 +5,7 @@ A resident weight is never widened as a whole, so that the DRAM it takes is what
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -14,8 +15,9 @@ from torch.nn import functional as F
 
 from workbench.kernels.linear import linear
 
-FEW_TOKENS = 8
-"""Up to here the native kernel is used, whose time is that of reading the weights once."""
+FEW_TOKENS = 16
+"""Up to here the native kernel is used, which reads the weights once and gives each token, to the bit, what it gets
+alone."""
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -91,12 +93,13 @@ class StoredLayerNorm(nn.Module):
         return F.layer_norm(x, self.shape, weight, bias, self.eps)
 
 
-def use_stored_weights(model: nn.Module, dtype: str, threads: int) -> None:
-    """Swap, in place, every linear and layer norm for its stored twin; embeddings return float32."""
+def use_stored_weights(model: nn.Module, linear: Callable[[nn.Linear], nn.Module]) -> None:
+    """Swap, in place, every linear for what `linear` makes of it, and every layer norm for its stored twin; embeddings
+    return float32."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(parent, name, StoredLinear.like(child, dtype, threads))
+                setattr(parent, name, linear(child))
             elif type(child) is nn.LayerNorm:
                 setattr(parent, name, StoredLayerNorm.like(child))
             elif isinstance(child, nn.Embedding):

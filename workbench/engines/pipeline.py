@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from abc import abstractmethod
+from collections.abc import Collection, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -13,7 +15,10 @@ import torch
 from workbench.ablation import Ablation
 from workbench.engines.budget import DramPlan, compute_threads, context_tokens, plan_dram, slot_bytes
 from workbench.engines.ffn import Biases, FlashFFN, PackedPredictor, Shared
+from workbench.engines.prefetch import ReadAhead
+from workbench.engines.prompt import check_prompt
 from workbench.engines.setting import Setting
+from workbench.engines.speculative import Draft, Drafting, draft_and_verify
 from workbench.engines.stats import StepClock, TokenStats
 from workbench.engines.text import TextEngine
 from workbench.errors import AblationError, BudgetError, DataError, StoreError, WorkbenchError
@@ -36,12 +41,15 @@ class FlashEngine(TextEngine):
     """
 
     backend: str
+    prompt_ways: tuple[str, ...] = ("union",)
+    """Of `RunSpec.prompt_neurons`, what the backend has."""
 
     def __init__(self, store: Store, ablation: Ablation, predictors: Predictors | None, run: RunSpec):
         self.store, self.spec, self.family = store, store.spec, family(store.spec.model_type)
         self.position = 0
         self._fingerprint: str | None = None
         self._placement: Placement | None = None
+        self._drafting = Drafting(store, self.backend)
         self._wanted = Setting(ablation, run, predictors)
         self._present: Setting | None = None  # what is set up; None while it is not known to be whole
         self.plan = self.check(self._wanted)
@@ -91,6 +99,10 @@ class FlashEngine(TextEngine):
         """uint8 [nbytes] on a page boundary, where neurons lie while the arithmetic reads them."""
         return aligned_buffer(nbytes)
 
+    def _ahead_buffer(self, nbytes: int) -> np.ndarray[Any, Any]:
+        """uint8 [nbytes] on a page boundary, which neurons that are read ahead go through."""
+        return aligned_buffer(nbytes)
+
     def _pack(self, layer: LayerPredictor) -> Any:
         """A layer's predictor as the backend's kernels take it."""
         return PackedPredictor(layer)
@@ -111,6 +123,9 @@ class FlashEngine(TextEngine):
     def close(self) -> None:
         """Give back files, threads and DRAM. The engine cannot be used afterwards."""
         self._closed, self._present = True, None
+        self._drafting.close()
+        if self.shared is not None and self.shared.ahead is not None:
+            self.shared.ahead.close()
         for reader in (self.reader, self._spare[1] if self._spare else None):
             if reader is not None:
                 reader.close()
@@ -124,6 +139,7 @@ class FlashEngine(TextEngine):
         self.position = 0
         for ffn in self.ffns:
             ffn.clear()
+        self._drafting.reset()
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -194,7 +210,9 @@ class FlashEngine(TextEngine):
                 f"{self.store.path}: a context of {capacity} is shorter than the text so far, {self.position} tokens; "
                 "reset first, or ask for a larger context"
             )
-        return plan_dram(self.store, setting.ablation, setting.predictors, setting.run)
+        check_prompt(setting, self.prompt_ways, self.backend)
+        draft_bytes = self._drafting.check(setting)
+        return plan_dram(self.store, setting.ablation, setting.predictors, setting.run, draft_bytes)
 
     def _open_ahead(self, setting: Setting) -> None:
         """Open the reader that a setting asks for, so that flash which cannot be read that way is refused now."""
@@ -236,10 +254,12 @@ class FlashEngine(TextEngine):
         old, plan = self._present, self.check(new)
         self._open_ahead(new)
         self._present = None
+        self._drafting.let_go(new)
         shared = self._take_shared(new)
         if len(shared.scratch) != plan.scratch_bytes:
             shared.scratch = aligned_buffer(0)
             shared.scratch = self._buffer(plan.scratch_bytes)
+        self._make_ahead(shared, plan.ahead_bytes)
         slots = [ffn.slots.capacity if ffn.slots is not None else 0 for ffn in self.ffns]
         keep_slots = old is not None and (old.ablation.predictor == "off") == (new.ablation.predictor == "off")
         keep_slots = keep_slots and slots == list(plan.slots)
@@ -263,7 +283,19 @@ class FlashEngine(TextEngine):
                 ffn.set_slots(plan.slots[index])
             elif old is not None and old.ablation.windowing != new.ablation.windowing:
                 ffn.clear()
+        self._drafting.use(new)
         self._present, self.plan = new, plan
+
+    def _make_ahead(self, shared: Shared, nbytes: int) -> None:
+        """A reader-ahead with a buffer of that size; none for 0."""
+        present = shared.ahead
+        if present is not None and len(present.buffer) == nbytes:
+            return
+        if present is not None:
+            shared.ahead = None
+            present.close()
+        if nbytes:
+            shared.ahead = ReadAhead(self._ahead_buffer(nbytes), shared.slot_bytes)
 
     def _take_shared(self, new: Setting) -> Shared:
         """What all layers have in common, with the reader and the threads of a setting."""
@@ -302,6 +334,7 @@ class FlashEngine(TextEngine):
         layers = range(self.spec.num_layers)
         if not self.ffns:
             self.ffns = [self._new_ffn(shared, i) for i in layers]
+            shared.ffns = self.ffns
         for i in layers:
             if not hybrid:
                 # biases are a few KiB and part of the slots: they are read once
@@ -334,6 +367,8 @@ class FlashEngine(TextEngine):
         except BaseException:
             # Wherever it ended: the first layers have keys of tokens that the others never saw, and a table of slots
             # may name neurons that never arrived.
+            if self.shared.ahead is not None:
+                self.shared.ahead.drain()
             self.rewind(self.position)
             for ffn in self.ffns:
                 ffn.clear()
@@ -353,7 +388,8 @@ class FlashEngine(TextEngine):
         return logits, self.clock.finish(self.position - 1)
 
     def prefill(self, ids: list[int], keep: int = 0) -> tuple[torch.Tensor, TokenStats]:
-        """Take several tokens at once, each with its own neurons, the union of which is read once; and what it cost.
+        """Take several tokens at once, each with its own neurons, the union of which is read once, or with all neurons
+        (`RunSpec.prompt_neurons`); and what it cost.
 
         Returns logits [vocab] for the next token; with `keep`, logits [keep, vocab] after each of the last tokens.
         """
@@ -363,8 +399,55 @@ class FlashEngine(TextEngine):
             raise ValueError(f"keep={keep} is not in 0..{len(ids)}, the tokens given")
         self.settle()
         self.clock.begin()
-        logits = self._forward(ids, max(1, keep))
+        self.shared.prompt = self.run.prompt_neurons
+        try:
+            logits = self._forward(ids, max(1, keep))
+        finally:
+            self.shared.prompt = "union"
         return logits if keep else logits[-1], self.clock.finish(self.position - 1)
+
+    def verify(self, ids: list[int], window_end: int) -> torch.Tensor:
+        """Take a few tokens at once; logits float32 [t, vocab] after each, to the bit those of `step` on torch-cpu.
+
+        What it costs is added to the present token's clock. The neuron windows end at token `window_end` of these,
+        counted from 1: the tokens behind it are expected to be taken back by `rewind`.
+        """
+        self.shared.window_end = window_end if len(ids) > 1 else 0
+        try:
+            return self._forward(ids, len(ids))
+        finally:
+            self.shared.window_end = 0
+
+    @property
+    def speculates(self) -> bool:
+        return self.ablation.speculative
+
+    def round(self, text: Sequence[int], most: int, ends: Collection[int] = ()) -> list[tuple[int, TokenStats]]:
+        self.settle()
+        return draft_and_verify(self, self._drafting.draft, self._drafting.acceptance, text, most, ends)
+
+    def _introduce(self, ids: list[int], stats: TokenStats) -> TokenStats:
+        if not self.speculates:
+            return stats
+        began = time.perf_counter()
+        self._drafting.draft.take(ids)
+        ms = 1000 * (time.perf_counter() - began)
+        return dataclasses.replace(stats, draft_ms=ms, compute_ms=stats.compute_ms + ms, total_ms=stats.total_ms + ms)
+
+    def use_draft(self, draft: Draft | None) -> None:
+        """Draft with an object of one's own in place of the model of `RunSpec.draft`; None for that model again. Then
+        switch `speculative` on.
+
+        BudgetError, with nothing changed, when its bytes do not fit. Whoever made it closes it.
+        """
+        self._refuse_closed()
+        former, self._drafting.given = self._drafting.given, draft
+        try:
+            self.plan = self.check(self._wanted)
+        except BaseException:
+            self._drafting.given = former
+            raise
+        self._present = None  # set up anew, before the next token
 
     def rewind(self, position: int) -> None:
         """Forget the text after its first `position` tokens. The neuron windows stay: they decide what is read, not

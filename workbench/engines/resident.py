@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -25,14 +24,14 @@ class ResidentWeights:
 
     def __init__(self, store: Store, model: nn.Module, clock: StepClock):
         self.store, self.model, self.clock = store, model, clock
-        self.buffers: dict[str, np.ndarray[Any, Any]] = {}
+        self.buffers: dict[str, Any] = {}
         self.extra: dict[str, torch.Tensor] = {}  # tensors that no module holds, by name: the FFN biases
 
     def make_resident(self, reader: FlashReader, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Read every group into a buffer of its own."""
         total = sum(group.nbytes for group in self.store.groups)
         self.buffers, done = {}, 0
-        self._bind((group, aligned_buffer(group.nbytes)) for group in self.store.groups)
+        self._bind((group, self._new_buffer(group.nbytes)) for group in self.store.groups)
         for group in self.store.groups:
             self._fill(reader, group)
             done += group.nbytes
@@ -42,9 +41,9 @@ class ResidentWeights:
     def make_streamed(self) -> None:
         """Give up the resident weights; `load` brings a group when it is needed."""
         self.buffers = {}
-        shared = aligned_buffer(self.store.group("layer.0").nbytes)
+        shared = self._new_buffer(self.store.group("layer.0").nbytes)
         self._bind(
-            (group, shared if group.name.startswith("layer.") else aligned_buffer(group.nbytes))
+            (group, shared if group.name.startswith("layer.") else self._new_buffer(group.nbytes))
             for group in self.store.groups
         )
 
@@ -55,6 +54,10 @@ class ResidentWeights:
         self.clock.read_bytes += stats.read_bytes
         self.clock.reads += stats.reads
 
+    def _new_buffer(self, nbytes: int) -> Any:
+        """uint8 [nbytes], where the model computes."""
+        return aligned_buffer(nbytes)
+
     def _fill(self, reader: FlashReader, group: Group) -> Any:
         handle = self._handle(reader)
         return reader.read(handle, [group.offset], [group.nbytes], self.buffers[group.name], [0], 0)
@@ -64,12 +67,13 @@ class ResidentWeights:
             self._open = (reader, reader.open(self.store.resident_path))
         return self._open[1]
 
-    def _bind(self, buffers: Iterable[tuple[Group, np.ndarray[Any, Any]]]) -> None:
+    def _bind(self, buffers: Iterable[tuple[Group, Any]]) -> None:
         dtype = TORCH_DTYPES[self.store.dtype]
         for group, buffer in buffers:
             self.buffers[group.name] = buffer
+            held = torch.as_tensor(buffer)
             for name, slot in group.tensors.items():
-                view = torch.from_numpy(buffer[slot.offset : slot.offset + slot.nbytes]).view(dtype).view(slot.shape)
+                view = held[slot.offset : slot.offset + slot.nbytes].view(dtype).view(slot.shape)
                 if not _assign(self.model, name, view):
                     self.extra[name] = view
         if "lm_head.weight" not in {name for group in self.store.groups for name in group.tensors}:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,11 @@ class TokenStats:
     none of the other figures, since no pipeline could have them. `wait_ms`, a part of compute_ms: what the CPU
     waited for a GPU to finish, in `waits` waits. On a GPU, whose work cannot be timed piece by piece while it runs,
     predictor_ms is what the predictors took when they were timed by themselves.
+    With prefetch, io_ms is the time in which the token waited for flash; hidden_io_ms, in no sum, is that of reading
+    beside other work. read_bytes has all bytes; `prefetched` neurons were read ahead, and of them `wasted`, in
+    wasted_bytes, were not needed.
+    With speculative decoding, a round of drafting and verifying gives several tokens, which share its cost equally.
+    `drafted` tokens were proposed and `accepted` of them taken; draft_ms, a part of compute_ms, is the draft model's.
     """
 
     position: int
@@ -36,6 +43,30 @@ class TokenStats:
     window_trims: int
     wait_ms: float = 0.0
     waits: int = 0
+    hidden_io_ms: float = 0.0
+    prefetched: int = 0
+    wasted: int = 0
+    wasted_bytes: int = 0
+    draft_ms: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+
+    def shared(self, tokens: int) -> list[TokenStats]:
+        """Of a round that ended at this position, the stats of each of its `tokens`: times and counts in equal parts
+        (of what cannot be halved, the first tokens have the rest), so that they add up to the round's."""
+        found = []
+        for i in range(tokens):
+            part: dict[str, Any] = {f.name: _part(getattr(self, f.name), tokens, i) for f in dataclasses.fields(self)}
+            part |= {"position": self.position - tokens + 1 + i, "in_window": self.in_window}
+            found.append(TokenStats(**part))
+        return found
+
+
+def _part(value: float, tokens: int, index: int) -> float:
+    """The share of one token of a round."""
+    if isinstance(value, int):
+        return value // tokens + (index < value % tokens)
+    return value / tokens
 
 
 class StepClock:
@@ -45,8 +76,11 @@ class StepClock:
         self.begin()
 
     def begin(self) -> None:
-        self.seconds = {"io": 0.0, "mem": 0.0, "predictor": 0.0, "oracle": 0.0, "wait": 0.0}
+        parts = ("io", "mem", "predictor", "oracle", "wait", "hidden_io", "draft")
+        self.seconds: dict[str, float] = dict.fromkeys(parts, 0.0)
         self.read_bytes = self.reads = self.waits = 0
+        self.prefetched = self.wasted = self.wasted_bytes = 0
+        self.drafted = self.accepted = 0
         self.active = self.predicted = self.loaded = self.in_window = self.window_trims = 0
         self.began = time.perf_counter()
 
@@ -85,4 +119,11 @@ class StepClock:
             window_trims=self.window_trims,
             wait_ms=ms["wait"],
             waits=self.waits,
+            hidden_io_ms=ms["hidden_io"],
+            prefetched=self.prefetched,
+            wasted=self.wasted,
+            wasted_bytes=self.wasted_bytes,
+            draft_ms=ms["draft"],
+            drafted=self.drafted,
+            accepted=self.accepted,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from workbench.engines.budget import context_tokens
 from workbench.engines.sampling import next_token
 from workbench.engines.stats import TokenStats
 from workbench.engines.tokenizer import TextStream, store_tokenizer
-from workbench.errors import BudgetError, DataError
+from workbench.errors import AblationError, BudgetError, DataError
 from workbench.flash.store import Store
 from workbench.spec import ModelSpec, RunSpec
 
@@ -49,7 +49,8 @@ class TextEngine(ABC):
 
     @abstractmethod
     def step(self, token: int) -> tuple[torch.Tensor, TokenStats]:
-        """Take one token; logits [vocab] for the next, and what it cost."""
+        """Take one token; logits [vocab] for the next, and what it cost. The token is given, so that nothing can be
+        drafted: `speculative` acts in `generate` alone."""
 
     def logits(self, input_ids: Any) -> torch.Tensor:
         """Teacher-forced, token by token, from an empty context: [T] -> float32 [T, vocab]."""
@@ -68,20 +69,57 @@ class TextEngine(ABC):
         """Continue a prompt, from an empty context, one token at a time; greedy unless `temperature` is given.
 
         The first step's stats are those of the prompt. Ends at the end-of-text token, or after `max_new_tokens`.
+        With `speculative` the tokens come in rounds, so that where the caller stops early, the text so far may have
+        tokens of the last round that were not given out; AblationError for a temperature above 0.
         """
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.check_length(len(ids) + max_new_tokens - 1)
         generator = torch.Generator().manual_seed(self.run.seed if seed is None else seed)
         ends = self.end_tokens
         self.reset()
+        self.refuse_sampling(temperature)
         logits, stats = self.prefill(ids)
-        text = self.text_stream()
-        for count in range(max_new_tokens):
-            token = next_token(logits, temperature, top_p, generator)
-            yield Step(token, text.push(token), stats)
-            if token in ends or count + 1 == max_new_tokens:
+        if max_new_tokens < 1:
+            return
+        text, made = self.text_stream(), 0
+        ready = [(next_token(logits, temperature, top_p, generator), self._introduce(ids, stats))]
+        while True:
+            for token, stats in ready:
+                ids.append(token)
+                made += 1
+                yield Step(token, text.push(token), stats)
+            if ids[-1] in ends or made == max_new_tokens:
                 return
-            logits, stats = self.step(token)
+            self.refuse_sampling(temperature)
+            if self.speculates:
+                ready = self.round(ids, max_new_tokens - made, ends)
+            else:
+                logits, stats = self.step(ids[-1])
+                ready = [(next_token(logits, temperature, top_p, generator), stats)]
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the next token of a text is made by drafting and verifying."""
+        return False
+
+    def round(self, text: Sequence[int], most: int, ends: Collection[int] = ()) -> list[tuple[int, TokenStats]]:
+        """The next tokens of greedy text with `speculative`, 1 to `most`, and what each cost.
+
+        text: all tokens so far, the last of which is not taken yet. A token of `ends` is the last.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no draft model")
+
+    def _introduce(self, ids: list[int], stats: TokenStats) -> TokenStats:
+        """What a prompt cost, with what has to be done for the rounds after it."""
+        return stats
+
+    def refuse_sampling(self, temperature: float) -> None:
+        """AblationError for a temperature above 0 with `speculative`: what is drafted is verified greedily."""
+        if self.speculates and temperature > 0:
+            raise AblationError(
+                f"ablation: speculative=True makes greedy text, and the temperature is {temperature:g}; "
+                "set the temperature to 0 or speculative=False"
+            )
 
     @property
     def context(self) -> int:

@@ -2,6 +2,7 @@
 
 Each row is a fresh engine. It takes the prompt, then the text that follows it token by token, so that every row
 computes the same thing whatever its predictor thinks. The first tokens, which fill the window, are not counted.
+A row with speculative decoding writes its own text after the same prompt, since what is given cannot be drafted.
 """
 
 from __future__ import annotations
@@ -11,23 +12,25 @@ import functools
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from workbench.ablation import PAPER_ROWS, Ablation
-from workbench.engines import check_backend, device_of, open_engine
+from workbench.engines import check_backend, device_of, memory_bandwidth, open_engine
 from workbench.engines.budget import process_rss
 from workbench.engines.pipeline import FlashEngine
+from workbench.engines.sampling import greedy
+from workbench.engines.speculative import check_draft
 from workbench.engines.stats import TokenStats
 from workbench.errors import AblationError, DataError
+from workbench.experiments.energy import EnergyMeter
 from workbench.experiments.flash_bench import random_throughput
 from workbench.experiments.record import SCHEMA, commit, machine, model_name, run_info, write_json
 from workbench.flash.placement import read_placement
 from workbench.flash.store import Store
-from workbench.kernels.bandwidth import read_bandwidth
 from workbench.predictor.low_rank import Predictors
 from workbench.spec import RunSpec
 
@@ -35,14 +38,23 @@ WARM_UP = 8
 LEAST_TOKENS = 4
 PROBE_SECONDS = 0.4
 SEQUENTIAL = 1 << 20
+OWN_TEXT = "own greedy continuation"
 TIMES = ("predictor", "io", "mem", "compute", "total")
 Progress = Callable[[str, int, int], None]
 
 BEYOND_ROWS: dict[str, Ablation] = {
     "all + coalesce": dataclasses.replace(PAPER_ROWS["+ bundling (all)"], coalesce=True),
     "all, io_uring": dataclasses.replace(PAPER_ROWS["+ bundling (all)"], io="io_uring"),
+    "all + coalesce, prefetch": dataclasses.replace(PAPER_ROWS["+ bundling (all)"], coalesce=True, prefetch=True),
     "all, oracle": dataclasses.replace(PAPER_ROWS["+ bundling (all)"], predictor="oracle"),
 }
+
+
+def beyond_rows(run: RunSpec) -> dict[str, Ablation]:
+    """`BEYOND_ROWS`, and speculative decoding where the run has a draft model."""
+    best = PAPER_ROWS["+ bundling (all)"]
+    drafted = {"all + speculative": dataclasses.replace(best, speculative=True)} if run.draft else {}
+    return BEYOND_ROWS | drafted
 
 
 class PeakRss:
@@ -105,11 +117,13 @@ def ablate(
         )
     if any(a.placement for a in rows.values()):
         read_placement(store)  # refused now, not after the rows before it
+    if any(a.speculative for a in rows.values()):
+        check_draft(store, run)
     check_backend(backend)
     text = text[: prompt + WARM_UP + tokens]
     request = _request(store, predictors, text, rows, run, prompt, row_seconds, backend)
     done = _load_partial(partial, request)
-    memory = read_bandwidth(256 << 20, run.compute_threads)
+    memory = memory_bandwidth(backend, run.compute_threads)
     total = len(rows) * (len(text) - prompt)
     for index, (name, ablation) in enumerate(rows.items()):
         if name not in done:
@@ -167,19 +181,25 @@ def _row(
 ) -> dict[str, Any]:
     peak = PeakRss()
     with open_engine(store, ablation, predictors, run, backend) as engine:
-        flash = _probe_flash(store, ablation, run)
-        engine.prefill(text[:prompt].tolist())
+        flash = probe_flash(store, ablation, run)
         steps: list[TokenStats] = []
-        spent = 0.0
-        for count, token in enumerate(text[prompt:].tolist()):
-            stats = engine.step(token)[1]
-            spent += (stats.total_ms + stats.oracle_ms) / 1000
-            if count >= WARM_UP:
-                steps.append(stats)
-            if tick:
-                tick(count + 1)
-            if spent > row_seconds and len(steps) >= LEAST_TOKENS:
-                break
+        spent, count, rounds = 0.0, 0, 0
+        meter = EnergyMeter(gpu=device_of(backend) != "cpu")
+        with meter:
+            for found in _decode(engine, text, prompt):
+                spent += sum(stats.total_ms + stats.oracle_ms for stats in found) / 1000
+                if count >= WARM_UP:
+                    steps += found
+                    rounds += 1
+                    meter.read()
+                else:
+                    meter.restart()
+                count += len(found)
+                if tick:
+                    tick(count)
+                if spent > row_seconds and len(steps) >= LEAST_TOKENS:
+                    break
+        energy = meter.energy
         touched = _touched_bytes(store, engine, steps)
         dram = engine.plan.total
         rss = peak.beyond()
@@ -199,6 +219,8 @@ def _row(
         "floor_ms": flash_ms + memory_ms,
         "overlapped_floor_ms": max(flash_ms, memory_ms),
         "window_trims": sum(s.window_trims for s in steps),
+        "energy_j_per_token": None if energy.joules is None else energy.joules / len(steps),
+        "energy_source": energy.source,
     }
     for part in TIMES:
         values = [getattr(s, f"{part}_ms") for s in steps]
@@ -206,12 +228,59 @@ def _row(
     if any(s.waits for s in steps):
         row["waits"] = float(np.mean([s.waits for s in steps]))
         row["wait_ms"] = float(np.median([s.wait_ms for s in steps]))
+    if ablation.prefetch:
+        row |= _reading_ahead(steps)
+    if ablation.speculative:
+        row |= _speculation(steps, rounds, run)
     for count_name in ("active", "predicted", "loaded", "in_window"):
         row[count_name] = float(np.mean([getattr(s, count_name) for s in steps]))
     return row
 
 
-def _probe_flash(store: Store, ablation: Ablation, run: RunSpec) -> float:
+def _decode(engine: FlashEngine, text: np.ndarray, prompt: int) -> Iterator[list[TokenStats]]:
+    """What each token cost, as many as `text` has after its prompt; those of a round of drafting together."""
+    given = text.tolist()
+    if not engine.speculates:
+        engine.prefill(given[:prompt])
+        for token in given[prompt:]:
+            yield [engine.step(token)[1]]
+        return
+    ids = given[:prompt]
+    ids.append(greedy(engine.prefill(ids)[0]))
+    while len(ids) <= len(given):
+        found = engine.round(ids, len(given) - len(ids) + 1)
+        ids += [token for token, _ in found]
+        yield [stats for _, stats in found]
+
+
+def _reading_ahead(steps: list[TokenStats]) -> dict[str, Any]:
+    """What a row has of prefetch, a token: neurons read ahead, those of them that were not needed, the bytes of these,
+    and the time of reading beside other work, which is in no other figure of the row."""
+    return {
+        "prefetched": float(np.mean([s.prefetched for s in steps])),
+        "wasted": float(np.mean([s.wasted for s in steps])),
+        "wasted_bytes": float(np.mean([s.wasted_bytes for s in steps])),
+        "hidden_io_ms": float(np.median([s.hidden_io_ms for s in steps])),
+    }
+
+
+def _speculation(steps: list[TokenStats], rounds: int, run: RunSpec) -> dict[str, Any]:
+    """What a row has of speculative decoding. Tokens of a round share what is read of memory, so that no floor is
+    given."""
+    drafted = sum(s.drafted for s in steps)
+    return {
+        "text": OWN_TEXT,
+        "draft": model_name(Store.open(run.draft)),
+        "draft_tokens": run.draft_tokens,
+        "acceptance": sum(s.accepted for s in steps) / drafted if drafted else None,
+        "tokens_per_round": len(steps) / rounds,
+        "draft_ms": float(np.median([s.draft_ms for s in steps])),
+        "floor_ms": None,
+        "overlapped_floor_ms": None,
+    }
+
+
+def probe_flash(store: Store, ablation: Ablation, run: RunSpec) -> float:
     """Bytes/s that this store's file gives, now, to random reads of the size that the row makes."""
     if ablation.predictor == "off":
         path, size = store.bundled_path, min(SEQUENTIAL, run.chunk_bytes)

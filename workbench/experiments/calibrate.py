@@ -3,6 +3,7 @@ layer costs beside its bytes, with a small model of the same family. Takes secon
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import tempfile
@@ -16,25 +17,32 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from workbench import _native
 from workbench.ablation import IoEngine
 from workbench.dram.slots import Slots
+from workbench.engines.budget import compute_threads
 from workbench.errors import StoreError
-from workbench.experiments.cost import ComputeFit, FlashFit, FlashPoint
+from workbench.experiments.cost import ComputeFit, FlashCall, FlashFit, FlashPoint
 from workbench.experiments.flash_bench import random_throughput
 from workbench.experiments.small_model import framework, random_predictor
 from workbench.experiments.workload import MOST_WORK, Arena, Workload, typical
+from workbench.flash.layout import ALIGNMENT
+from workbench.flash.reader import FlashReader, aligned_buffer
 from workbench.flash.store import NUMPY_DTYPES
 from workbench.kernels.ffn import sparse_ffn
 from workbench.kernels.linear import linear
 from workbench.kernels.predict import predict
 from workbench.models import family
-from workbench.spec import ITEMSIZE
+from workbench.spec import ITEMSIZE, RunSpec
 
 PROBE_BYTES = 256 << 20
 PROBE_CHUNKS = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 PROBE_DEPTHS = (1, 8, 32)
+PROBE_CALLS = (1, 2, 4, 8, 16, 32)
 PROBE_PASSES = 3
 """Every point is measured so often, with the others in between, since a drive's speed drifts."""
+CALLS_A_PASS, BETWEEN_CALLS = 8, 16 << 20
+"""A call of few reads comes after arithmetic, which is stood for by a read of so many bytes of DRAM."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -46,22 +54,54 @@ def measure_flash(
     nbytes: int = PROBE_BYTES,
     seed: int = 0,
     progress: Progress | None = None,
+    file: Path | None = None,
 ) -> FlashFit:
-    """Flash under `folder`, by random reads of a temporary file of `nbytes`, which is gone afterwards.
+    """Flash under `folder`, by random reads of a temporary file of `nbytes`, which is gone afterwards, or of `file`.
 
-    StoreError when the file cannot be written, ReaderError when it cannot be read as asked.
+    A store's own file is the better measure: a drive, or what stands before it, can be faster with a small new file
+    than with a large old one. StoreError when the temporary file cannot be written, ReaderError when flash cannot be
+    read as asked.
     """
     rng = np.random.default_rng(seed)
     taken: dict[tuple[int, int], list[float]] = {}
-    with _probe_file(folder, nbytes, rng) as path:
-        wanted = [(d, c) for d in PROBE_DEPTHS for c in PROBE_CHUNKS if 4 * c <= nbytes] * PROBE_PASSES
+    called: dict[tuple[int, int], list[float]] = {}
+    with contextlib.nullcontext(file) if file else _probe_file(folder, nbytes, rng) as path:
+        size = path.stat().st_size
+        chunks = [chunk for chunk in PROBE_CHUNKS if 4 * chunk <= size]
+        wanted = [(depth, chunk) for depth in PROBE_DEPTHS for chunk in chunks] * PROBE_PASSES
         for done, (depth, chunk) in enumerate(wanted):
             if progress:
                 progress(f"flash, {chunk >> 10} KiB, {depth} in flight", done, len(wanted))
             rate = random_throughput(path, engine, chunk, depth, seconds / PROBE_PASSES, rng)[1]
             taken.setdefault((depth, chunk), []).append(1 / rate)
+            if depth == PROBE_DEPTHS[-1]:
+                for reads, each in _few_reads(path, engine, chunk, rng).items():
+                    called.setdefault((reads, chunk), []).extend(each)
     points = tuple(FlashPoint(depth, chunk, statistics.median(each)) for (depth, chunk), each in taken.items())
-    return FlashFit(f"measured now, a temporary file of {nbytes >> 20} MiB in {folder}", engine, points)
+    calls = tuple(FlashCall(reads, chunk, typical(each)) for (reads, chunk), each in called.items())
+    what = f"{file.name} of {file.parent}" if file else f"a temporary file of {nbytes >> 20} MiB in {folder}"
+    return FlashFit(f"measured now, {what}", engine, points, calls)
+
+
+def _few_reads(path: Path, engine: IoEngine, chunk: int, rng: np.random.Generator) -> dict[int, list[float]]:
+    """Seconds of calls by their number of reads. Before each memory is read as a layer's arithmetic would, so that the
+    drive has nothing to do, the reader's threads sleep and the caches hold something else."""
+    most, found = PROBE_CALLS[-1], {reads: [] for reads in PROBE_CALLS}
+    size, threads = path.stat().st_size // chunk, compute_threads(RunSpec())
+    buffer, memory = aligned_buffer(most * chunk), aligned_buffer(BETWEEN_CALLS)
+    buffer[:] = memory[:] = 1  # resident, as it will be
+    places, lengths = np.arange(most, dtype=np.int64) * chunk, np.full(most, chunk, np.int64)
+    with FlashReader(engine, most, max(chunk, ALIGNMENT)) as reader:
+        handle = reader.open(path)
+        reader.read(handle, np.zeros(most, np.int64), lengths, buffer, places)  # starts the threads
+        for _ in range(CALLS_A_PASS):
+            for reads, times in found.items():
+                offsets = rng.integers(0, size, reads) * chunk
+                _native.read_sum(memory, threads)
+                began = time.perf_counter()
+                reader.read(handle, offsets, lengths[:reads], buffer, places[:reads])
+                times.append(time.perf_counter() - began)
+    return found
 
 
 @contextmanager

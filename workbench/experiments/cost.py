@@ -1,8 +1,10 @@
 """The cost model: what a token takes, from counts of neurons, reads and bytes and from measured rates of this machine.
 
-Pure functions. `calibrate` measures the constants, `plan` counts for a model that need not be there. With n reads in
-one call, flash takes t1 + (min(n, depth) - 1) * t_full + max(0, n - depth) * t_depth: the first read alone, those in
-flight beside it at the rate of a full queue, and the rest at the rate of the queue's depth.
+Pure functions. `calibrate` measures the constants, `plan` counts for a model that need not be there. A call of n reads
+finds flash idle and its reader asleep. What the first of them take, up to the depth of the queue, was measured as such
+calls; the rest come at the rate of a queue of that depth. Where only rates are known (`bench flash`), the call takes
+t1 + (min(n, depth) - 1) * t_full + max(0, n - depth) * t_depth: the first read alone, and those in flight beside it at
+the rate of a full queue.
 """
 
 from __future__ import annotations
@@ -31,20 +33,33 @@ class FlashPoint:
 
 
 @dataclass(frozen=True)
+class FlashCall:
+    """A call of `reads` reads of `chunk_bytes` each, all in flight at once, after a while without any: `seconds`."""
+
+    reads: int
+    chunk_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class FlashFit:
     """Flash, as `bench flash` measures it: seconds a read by size and reads in flight. `source` says where it is from.
+    `calls`: whole calls of few reads, by size and number of reads; none where only rates were measured.
 
-    Between the sizes, and between the depths, seconds are interpolated on logarithmic scales; beyond the largest size
-    they grow with it, below the smallest they do not fall.
+    Between the sizes, the depths and the numbers of reads, seconds are interpolated on logarithmic scales; beyond the
+    largest size they grow with it, below the smallest they do not fall.
     """
 
     source: str
     engine: IoEngine
     points: tuple[FlashPoint, ...]
+    calls: tuple[FlashCall, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.points or any(p.seconds <= 0 or p.chunk_bytes < 1 or p.depth < 1 for p in self.points):
             raise ValueError("points: needs at least one, of positive size, depth and seconds")
+        if any(c.seconds <= 0 or c.chunk_bytes < 1 or c.reads < 1 for c in self.calls):
+            raise ValueError("calls: each needs a positive size, number of reads and seconds")
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -60,6 +75,11 @@ class FlashFit:
         """Seconds of one call that makes `reads` reads of `nbytes` each (see the module's first lines)."""
         if reads <= 0:
             return 0.0
+        if self.calls:
+            counts = sorted({call.reads for call in self.calls})
+            begun = min(reads, depth, counts[-1])
+            whole = _between([(n, self._call(n, nbytes)) for n in counts], begun) * min(begun, 1.0)
+            return whole + (reads - begun) * self.read_seconds(nbytes, depth)
         full = min(self._at(d, nbytes) for d in self.depths)
         first, steady = self.read_seconds(nbytes, 1), self.read_seconds(nbytes, depth)
         if reads <= 1:
@@ -67,9 +87,17 @@ class FlashFit:
         return first + (min(reads, depth) - 1) * full + max(0.0, reads - depth) * steady
 
     def _at(self, depth: int, nbytes: float) -> float:
-        curve = sorted((p.chunk_bytes, p.seconds) for p in self.points if p.depth == depth)
-        size, seconds = curve[-1]
-        return seconds * nbytes / size if nbytes > size else _between(curve, nbytes)
+        return _by_size([(p.chunk_bytes, p.seconds) for p in self.points if p.depth == depth], nbytes)
+
+    def _call(self, reads: int, nbytes: float) -> float:
+        return _by_size([(c.chunk_bytes, c.seconds) for c in self.calls if c.reads == reads], nbytes)
+
+
+def _by_size(measured: Sequence[tuple[int, float]], nbytes: float) -> float:
+    """Seconds for a size, of (bytes, seconds) in any order."""
+    curve = sorted(measured)
+    size, seconds = curve[-1]
+    return seconds * nbytes / size if nbytes > size else _between(curve, nbytes)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,9 @@ def stream(
             f"{np.mean([s.read_bytes for s in rest]) / 1e6:.2f} MB a token from flash; "
             f"DRAM planned {engine.plan.total / 1e6:.1f} MB"
         )
+        drafted = sum(s.drafted for s in rest)
+        if drafted:
+            summary += f"; {sum(s.accepted for s in rest) / drafted:.0%} of {drafted} drafted tokens accepted"
     run = engine.run
     return {
         "schema": SCHEMA,

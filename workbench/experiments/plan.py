@@ -28,6 +28,8 @@ from workbench.experiments.cost import (
 )
 from workbench.experiments.plan_inputs import Outline, Use, outline, read_flash_fit, use_of
 from workbench.experiments.record import SCHEMA, machine, run_info
+from workbench.flash.manifest import MANIFEST
+from workbench.flash.store import Store
 from workbench.models import family
 from workbench.predictor.low_rank import Predictors
 from workbench.spec import DType, RunSpec
@@ -37,6 +39,7 @@ ROWS: dict[str, Ablation] = {**PAPER_ROWS, "all + coalesce": dataclasses.replace
 WINDOWS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 VARIATION = 1.1
 """Slots that a layer needs over the mean number of neurons that its window keeps, since tokens differ."""
+LEAST_FILE = 16 << 20
 PROMPT = 128
 """Tokens before the first one that is planned for, the paper's."""
 Progress = Callable[[str, int, int], None]
@@ -140,9 +143,10 @@ def plan(
     take, in the middle of `tokens` after a prompt of 128.
 
     model: checkpoint directory, store, config.json or hub id. dram: the budget. dtype: of the store. predictors and
-    reuse: of this model, else the paper's figures. flash: a fit or a record of `bench flash`, else flash under
-    `store_dir` is measured now. compute: else this machine is calibrated now. window and depth: picked when None, as
-    those that make 'all' fastest among those whose window fits. io: the reader engine that is measured.
+    reuse: of this model, else the paper's figures. flash: a fit or a record of `bench flash`, else flash is measured
+    now, where the model is a store by its own file, else under `store_dir`. compute: else this machine is calibrated
+    now. window and depth: picked when None, as those that make 'all' fastest among those whose window fits. io: the
+    reader engine that is measured.
 
     Raises BudgetError, with the least that works, DeviceError for a backend that cannot be predicted, CheckpointError,
     PredictorError, RecordError or StoreError, one line each.
@@ -158,7 +162,7 @@ def plan(
     plan_dram(shape, ROWS[ALL], use, run)  # refused now, not after the measurements
     position = min(PROMPT + tokens // 2, context_tokens(shape, run))
     if fit is None:
-        fit = calibration.measure_flash(store_dir, engine=io, seed=seed, progress=progress)
+        fit = calibration.measure_flash(store_dir, engine=io, seed=seed, progress=progress, file=_stored_file(model))
     if compute is None:
         work = workload(shape, use, position)
         compute = calibration.calibrate(
@@ -289,6 +293,14 @@ def _activation(model: Outline) -> tuple[str, ...]:
     if name in ("relu", "relu2"):
         return ()
     return (f"Its activation is {name}, which is never zero: this is a plan for its version after `workbench relufy`.",)
+
+
+def _stored_file(model: str | Path) -> Path | None:
+    """The file of neurons where the model is a store that has one of some size; the smallest measure nothing."""
+    if not (Path(model) / MANIFEST).is_file():
+        return None
+    file = Store.open(model).bundled_path
+    return file if file.stat().st_size >= LEAST_FILE else None
 
 
 def _name(predictors: Predictors | str | Path | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -74,3 +76,59 @@ def sparse_ffn_reference(
         h = h * (weights[:, 0] @ x + (0 if up_bias is None else up_bias[rows]))
     out += h @ weights[:, -1]
     return len(rows)
+
+
+def sparse_ffn_tokens(
+    x: NDArray[np.float32],
+    matrix: NDArray[np.uint8],
+    slot_bytes: int,
+    ids: list[NDArray[np.int32]],
+    rows: list[NDArray[np.int32]],
+    bias: NDArray[np.float32],
+    dtype: str,
+    out: NDArray[np.float32],
+    threads: int = 0,
+    *,
+    gated: bool = False,
+    activation: str = "relu",
+    threshold: float = 0.0,
+    up_bias: NDArray[np.float32] | None = None,
+) -> int:
+    """`sparse_ffn` of several tokens, each to the bit what it is alone; returns how many neurons were active in all.
+
+    x, out: float32 [t, d]. ids, rows: for each token int32 [n], its neurons, sorted, and the slots they are in. Blocks
+    of neurons are taken over all tokens, so that one which several use is fetched from memory about once. Other
+    arguments as for `sparse_ffn`. ValueError when they do not fit each other.
+    """
+    starts = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(own) for own in rows], out=starts[1:])
+    try:
+        return _native.sparse_ffn_tokens(
+            x, matrix, slot_bytes, _joined(ids), _joined(rows), starts, bias, dtype, out, threads, gated, activation,
+            threshold, up_bias,
+        )  # fmt: skip
+    except TypeError:
+        raise ValueError("sparse_ffn_tokens: needs numpy arrays on the CPU, out writable, and plain numbers") from None
+
+
+def sparse_ffn_tokens_reference(
+    x: NDArray[np.float32],
+    matrix: NDArray[np.uint8],
+    slot_bytes: int,
+    ids: list[NDArray[np.int32]],
+    rows: list[NDArray[np.int32]],
+    bias: NDArray[np.float32],
+    dtype: str,
+    out: NDArray[np.float32],
+    threads: int = 0,
+    **kind: Any,
+) -> int:
+    """As `sparse_ffn_tokens`: the reference of one token, for each."""
+    return sum(
+        sparse_ffn_reference(own, matrix, slot_bytes, used, bias, dtype, to, threads, **kind)
+        for own, used, to in zip(x, rows, out, strict=True)
+    )
+
+
+def _joined(lists: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return np.concatenate(lists) if lists else np.zeros(0, np.int32)

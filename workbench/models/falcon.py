@@ -175,6 +175,14 @@ def install(model: Any, layer: int, module: nn.Module) -> None:
     model.transformer.h[layer].mlp = module
 
 
+def ffn_norm(model: Any, layer: int) -> Any | None:
+    """ln_mlp where attention has a norm of its own; input_layernorm where both share one; post_attention_layernorm
+    where they do not run beside each other."""
+    block = model.transformer.h[layer]
+    names = ("ln_mlp", "post_attention_layernorm", "input_layernorm")
+    return next(getattr(block, name) for name in names if hasattr(block, name))
+
+
 def activated_linears(model: Any) -> list[Any]:
     """dense_h_to_4h of every layer of a dense model."""
     return [layer.mlp.dense_h_to_4h for layer in model.transformer.h]

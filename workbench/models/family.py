@@ -90,6 +90,10 @@ class Family(Protocol):
         """
         ...
 
+    def ffn_norm(self, model: Any, layer: int) -> Any | None:
+        """The norm whose output the layer's FFN is given; None where that is the residual stream itself."""
+        ...
+
     def activated_linears(self, model: Any) -> list[Any]:
         """Of a dense model, each layer's linear whose output the activation sits on."""
         ...

@@ -132,6 +132,11 @@ def install(model: Any, layer: int, module: nn.Module) -> None:
     model.model.layers[layer].mlp = module
 
 
+def ffn_norm(model: Any, layer: int) -> Any | None:
+    """post_attention_layernorm."""
+    return model.model.layers[layer].post_attention_layernorm
+
+
 def activated_linears(model: Any) -> list[Any]:
     """gate_proj of every layer of a dense model."""
     return [layer.mlp.gate_proj for layer in model.model.layers]

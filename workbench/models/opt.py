@@ -143,6 +143,12 @@ def install(model: Any, layer: int, module: nn.Module) -> None:
     decoder_layer.fc2 = nn.Identity()
 
 
+def ffn_norm(model: Any, layer: int) -> Any | None:
+    """final_layer_norm; None where norms follow the sublayers (do_layer_norm_before=False)."""
+    decoder_layer = model.model.decoder.layers[layer]
+    return decoder_layer.final_layer_norm if decoder_layer.do_layer_norm_before else None
+
+
 def activated_linears(model: Any) -> list[Any]:
     """fc1 of every layer of a dense model."""
     return [layer.fc1 for layer in model.model.decoder.layers]

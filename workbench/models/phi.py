@@ -131,6 +131,11 @@ def install(model: Any, layer: int, module: nn.Module) -> None:
     model.model.layers[layer].mlp = module
 
 
+def ffn_norm(model: Any, layer: int) -> Any | None:
+    """input_layernorm, which attention is given too."""
+    return model.model.layers[layer].input_layernorm
+
+
 def activated_linears(model: Any) -> list[Any]:
     """fc1 of every layer of a dense model."""
     return [layer.mlp.fc1 for layer in model.model.layers]

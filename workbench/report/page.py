@@ -19,6 +19,7 @@ h1 { font-size: 1.1rem; font-weight: 600; color: var(--soft); margin: 0 0 .75rem
 h2 { font-size: 1.35rem; margin: 3rem 0 .75rem; }
 p, li { max-width: 52rem; }
 .headline { font-size: 1.55rem; line-height: 1.35; font-weight: 600; margin: 0 0 .75rem; max-width: 58rem; }
+a { color: var(--accent); }
 .meta, figcaption, .notes, .unit { color: var(--soft); }
 .meta { font-size: .9rem; margin: .25rem 0; max-width: none; }
 .badge { display: inline-block; background: var(--warn); color: var(--warn-ink); font-weight: 700; border-radius: .3rem;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,26 @@ class PaperRow:
 
 
 @dataclass(frozen=True)
+class PaperLatency:
+    """Table 3 for one model on one device: `rows` by 'naive', 'hybrid', 'all', 'speculative' (those that it has), each
+    io_ms, mem_ms, compute_ms and total_ms a token."""
+
+    model: str
+    device: str
+    rows: Mapping[str, Mapping[str, float]]
+
+    def faster(self, row: str = "all") -> float | None:
+        """How many times faster than naive the row is, in total."""
+        return self.rows["naive"]["total_ms"] / self.rows[row]["total_ms"] if row in self.rows else None
+
+
+@dataclass(frozen=True)
 class Paper:
     """All figures: `rows` by name; `throughput` and `reuse` as lists of points; `sparsity` is the share of
     zeros by model; `coactivation` what it says in words; `source` says where
-    they were measured."""
+    they were measured. `table3` is all of it; `families` what is printed of each model; `dram` what DRAM holds in
+    'all', as shares of the model's size; `figures` what each figure and appendix says, by its name in `tables`;
+    `speculative` how many times faster drafting makes it (`gain`), and a model wholly in DRAM (`gain_in_dram`)."""
 
     source: Mapping[str, Any]
     rows: Mapping[str, PaperRow]
@@ -45,6 +61,11 @@ class Paper:
     predictors: Mapping[str, Any]
     sparsity: Mapping[str, float]
     coactivation: Mapping[str, str]
+    table3: tuple[PaperLatency, ...] = ()
+    families: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    dram: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, str] = field(default_factory=dict)
+    speculative: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -83,6 +104,14 @@ def reference_path() -> Path:
     raise RecordError(f"{_FILE}: the paper's figures are not installed; install flash-workbench again")
 
 
+def _latency(entry: Mapping[str, Any]) -> PaperLatency:
+    parts: tuple[str, ...] = ("io_ms", "mem_ms", "compute_ms", "total_ms")
+    rows: dict[str, dict[str, float]] = {
+        name: dict(zip(parts, values, strict=True)) for name, values in entry.items() if isinstance(values, list)
+    }
+    return PaperLatency(entry["model"], entry["device"], rows)
+
+
 @functools.cache
 def paper() -> Paper:
     """The paper's figures. Raises RecordError when the file is missing or damaged."""
@@ -91,6 +120,7 @@ def paper() -> Paper:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         rows = {row["name"]: PaperRow(**{"cpu": {}, **row}) for row in data["rows"]}
         return Paper(data["source"], rows, tuple(data["throughput"]), tuple(data["reuse"]), data["predictors"],
-                     data["sparsity"], data["coactivation"])  # fmt: skip
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+                     data["sparsity"], data["coactivation"], tuple(map(_latency, data["table3"])),
+                     data["families"], data["dram"], data["figures"], data["speculative"])  # fmt: skip
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise RecordError(f"{path}: not the paper's figures ({error}); install flash-workbench again") from error

@@ -174,6 +174,14 @@ def _ablation_row(f: _Fields) -> AblationRow:
         window_trims=f.integer("window_trims"),
         waits=f.optional("waits") if "waits" in f.data else None,
         wait_ms=f.optional("wait_ms") if "wait_ms" in f.data else None,
+        acceptance=f.optional("acceptance") if "acceptance" in f.data else None,
+        tokens_per_round=f.optional("tokens_per_round") if "tokens_per_round" in f.data else None,
+        draft_ms=f.optional("draft_ms") if "draft_ms" in f.data else None,
+        text=f.text("text") if "text" in f.data else "",
+        draft=f.text("draft") if "draft" in f.data else "",
+        draft_tokens=f.integer("draft_tokens") if "draft_tokens" in f.data else None,
+        energy_j_per_token=f.optional("energy_j_per_token") if "energy_j_per_token" in f.data else None,
+        energy_source=f.text("energy_source") if "energy_source" in f.data else "",
     )
     for name in ("hybrid", "predictor", "windowing", "bundling"):
         if name not in row.ablation:

@@ -51,7 +51,10 @@ class Run:
 class AblationRow:
     """One row of an ablation. Sizes in bytes, throughput in bytes/s while reading, counts of neurons a
     token over all layers (mean). None where a figure was not measured. `waits`, `wait_ms`: how often a token waits for
-    a GPU (mean), and how long (median; a part of compute)."""
+    a GPU (mean), and how long (median; a part of compute). With speculative decoding: `draft`, the model that drafts,
+    and `draft_tokens` at once; `acceptance`, the share of these that were kept; `tokens_per_round`; `draft_ms`, the
+    draft model's (median; a part of compute); `text`, where the row's is another than the others'.
+    `energy_source`: of what and by what `energy_j_per_token` is, or 'not measured'; empty in older records."""
 
     name: str
     ablation: Mapping[str, Any]
@@ -71,6 +74,14 @@ class AblationRow:
     window_trims: int
     waits: float | None = None
     wait_ms: float | None = None
+    acceptance: float | None = None
+    tokens_per_round: float | None = None
+    draft_ms: float | None = None
+    text: str = ""
+    draft: str = ""
+    draft_tokens: int | None = None
+    energy_j_per_token: float | None = None
+    energy_source: str = ""
 
     @property
     def total(self) -> float:

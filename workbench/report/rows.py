@@ -33,6 +33,7 @@ _ABLATION = (
     Column("dram", "DRAM", "planned", group=1, rank=1),
     Column("peak", "DRAM", "peak", group=1, rank=5),
 )
+_ENERGY = Column("per_joule", "tokens", "a joule", group=1, rank=4)
 
 
 def ablation_table(record: AblationRecord) -> Table:
@@ -47,7 +48,9 @@ def ablation_table(record: AblationRecord) -> Table:
         blocks.append(tuple(lines))
     synthetic = ", synthetic weights" if record.run.synthetic else ""
     title = f"Ablation: {record.run.model} ({record.run.dtype}{synthetic}), beside the paper's {reference.where}"
-    return Table(title, "row", _ABLATION, tuple(blocks), ablation_notes(record, reference))
+    measured = any(row.energy_j_per_token for row in record.rows)
+    columns = (*_ABLATION, _ENERGY) if measured else _ABLATION
+    return Table(title, "row", columns, tuple(blocks), ablation_notes(record, reference))
 
 
 def _measured(row: AblationRow, naive: AblationRow | None) -> Line:
@@ -64,6 +67,8 @@ def _measured(row: AblationRow, naive: AblationRow | None) -> Line:
         "dram": size(row.dram_bytes),
         "peak": size(row.peak_rss_bytes),
     }
+    if row.energy_j_per_token:
+        cells["per_joule"] = f"{1 / row.energy_j_per_token:.3g}"
     return Line("measured", row.name, cells)
 
 
@@ -122,10 +127,38 @@ def ablation_notes(record: AblationRecord, reference: Paper) -> tuple[str, ...]:
         shown = "; ".join(f"{row.name} {row.waits:g} times, {ms(row.wait_ms)} ms" for row in waited)
         notes.append(f"Backend {record.run.backend}: a token waits for the GPU (in compute): {shown}.")
         notes.append("On a GPU the predictor's time is that of the predictors timed by themselves.")
+    sources = sorted({row.energy_source for row in record.rows if row.energy_source})
+    if sources:
+        notes.append(f"Energy: {'; '.join(sources)}.")
     for row in record.rows:
+        if row.uses(speculative=True):
+            notes.append(_speculation(row, record, reference))
         if row.window_trims:
             notes.append(f"{row.name}: the window was cut short {row.window_trims:,} times to keep the DRAM budget.")
     return tuple(notes)
+
+
+def _speculation(row: AblationRow, record: AblationRecord, reference: Paper) -> str:
+    """What drafting brought a row, beside the same row without it and beside the paper."""
+    parts = [f"{row.draft_tokens} tokens at once are drafted by {row.draft}"] if row.draft else []
+    if row.text:
+        parts.append(f"text is its {row.text}")
+    if row.acceptance is not None:
+        parts.append(f"{percent(row.acceptance)} of the drafted tokens were accepted")
+    if row.tokens_per_round is not None:
+        parts.append(f"{row.tokens_per_round:.2f} tokens a round")
+    if row.draft_ms is not None:
+        parts.append(f"{ms(row.draft_ms)} ms a token of the draft model's, in compute")
+    same = {**row.ablation, "speculative": False}
+    base = next((other for other in record.rows if {"speculative": False, **other.ablation} == same), None)
+    if base is not None:
+        published = reference.speculative
+        gain = times(ratio(base.total, row.total))
+        parts.append(
+            f"{gain} as fast as {base.name} (the paper: {published['gain']:g}×, "
+            f"and {published['gain_in_dram']:g}× where all is in DRAM)"
+        )
+    return f"{row.name}: {'; '.join(parts)}."
 
 
 def _named(record: AblationRecord, wanted: Callable[[AblationRow], bool]) -> str:

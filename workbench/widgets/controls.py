@@ -1,7 +1,8 @@
 """Controls made from the fields of Ablation and RunSpec: a new field there is a new control here.
 
-bool: check box. Literal: drop-down list. int with limits: slider over round values. dram: slider in percent, with a
-text field beside it for sizes such as 3GiB. All are ipywidgets' own, so that the keyboard alone reaches and works them.
+bool: check box. Literal: drop-down list. Text: text field. int with limits: slider over round values. dram: slider in
+percent, with a text field beside it for sizes such as 3GiB. All are ipywidgets' own, so that the keyboard alone reaches
+and works them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ LABELS = {
     "compute_threads": "threads",
     "false_negative": "FN rate",
     "io": "io engine",
+    "draft": "draft store",
+    "draft_tokens": "drafted at once",
 }
 """Shorter names where the field's own would not fit; others are shown as they are."""
 LARGEST_EXACT = 2**53 - 1
@@ -113,6 +116,8 @@ class Controls:
             return w.IntSlider(
                 value=share(value), min=5, max=200, step=5, readout=False, continuous_update=False, **common, **wide
             )
+        if hint is str:
+            return w.Text(value=value, continuous_update=False, placeholder="none", **common, **wide)
         if LIMITS.get(name, (0, 0))[1] > LARGEST_EXACT:
             return w.BoundedIntText(value=value, min=LIMITS[name][0], max=LARGEST_EXACT, **common, **wide)
         options = self._options(name, value)
@@ -125,7 +130,7 @@ class Controls:
         return [(shown(name, v), v) for v in sorted({*steps(name), value})]
 
     def _value(self, name: str, new: Any) -> Any:
-        return f"{new}%" if name == "dram" else new
+        return f"{new}%" if name == "dram" else new.strip() if isinstance(new, str) else new
 
     def _put(self, name: str, value: Any) -> None:
         widget = self.widgets[name]
@@ -183,6 +188,10 @@ def never(name: str) -> str:
 def refusal(error: WorkbenchError) -> str:
     """Why a choice was refused, in the words of a panel, where a field is set by a control and not by an option."""
     text = str(error)
-    for option, control in (("pass --dram", "set the DRAM budget to"), ("pass --io", "set io to")):
+    for option, control in (
+        ("pass --dram", "set the DRAM budget to"),
+        ("pass --io", "set io to"),
+        ("pass --draft STORE", "give its store as draft store"),
+    ):
         text = text.replace(option, control)
     return text

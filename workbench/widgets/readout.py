@@ -20,9 +20,15 @@ ROLLING = 32
 MARKS_SHOWN = 5
 _LINE = "border-top:1px solid color-mix(in srgb,currentColor 18%,transparent)"
 _SOFT = "opacity:.72"
-_USES = ("resident", "predictor", "kv", "scratch")
-_USE_NAMES = {"resident": "resident weights", "predictor": "predictors", "kv": "KV cache", "scratch": "scratch"}
-_GREYS = ("#4d4d4d", "#8c8c8c", "#b5b5b5", "#d0d0d0", "#0072B2")
+_USE_NAMES = {
+    "resident": "resident weights",
+    "predictor": "predictors",
+    "kv": "KV cache",
+    "scratch": "scratch",
+    "ahead": "read ahead",
+    "draft": "draft model",
+}
+_GREYS = ("#4d4d4d", "#8c8c8c", "#b5b5b5", "#d0d0d0", "#e2e2e2", "#6f6f6f", "#0072B2")
 
 
 def rolling(snapshot: Snapshot) -> str:
@@ -51,7 +57,7 @@ def rolling(snapshot: Snapshot) -> str:
 
 def gauge(plan: DramPlan, rss_bytes: int, dram: str) -> str:
     """Where the DRAM goes, against the budget; and by how much the process really grew."""
-    uses = {_USE_NAMES[use]: getattr(plan, f"{use}_bytes") for use in _USES}
+    uses = {name: getattr(plan, f"{use}_bytes") for use, name in _USE_NAMES.items()}
     uses["neuron slots"] = sum(plan.slots) * plan.slot_bytes
     full = max(plan.budget_bytes, plan.total, 1)
     bars = "".join(

@@ -9,6 +9,7 @@ import gc
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -252,11 +253,11 @@ class Worker:
                 waiting = self.pending is not None
             if waiting:
                 self._take_setting()
-            logits = self._advance()
-            token = next_token(logits, begun_with.temperature, begun_with.top_p, generator)
-            ended = token in ends and not begun_with.past_end
-            self._show(token, stream.push(token))
-            made += 1
+            last = () if begun_with.past_end else ends
+            for token in self._advance(begun_with, generator, wish.tokens - made, last):
+                ended = token in last
+                self._show(token, stream.push(token))
+                made += 1
         with self.lock:
             self._making = False
             if self._wish is None and not self._reset_wanted:
@@ -285,8 +286,9 @@ class Worker:
             self._mark("text", f"prompt of {len(ids):,} tokens, {ms(stats.total_ms)} ms")
             self._changed()
 
-    def _advance(self) -> torch.Tensor:
-        """The engine takes the token that was sampled last; logits for the next. Counted.
+    def _advance(self, wish: Wish, generator: torch.Generator, most: int, ends: Collection[int]) -> list[int]:
+        """The engine takes the token that was sampled last; the next one, or with speculative decoding the next ones,
+        no more than `most` and none after one of `ends`. Counted.
 
         When the KV cache is full, the text goes on from its last half: that is read again, as a prompt, without the
         token's cost being counted.
@@ -294,29 +296,37 @@ class Worker:
         engine = self.engine
         assert engine is not None
         assert self._next is not None
+        if engine.position < engine.context and engine.speculates:
+            engine.refuse_sampling(wish.temperature)
+            found = engine.round([*self._history, self._next], most, ends)
+            self._history += [self._next, *(token for token, _ in found[:-1])]
+            self._count([stats for _, stats in found])
+            return [token for token, _ in found]
         if engine.position < engine.context:
             logits, stats = engine.step(self._next)
             self._history.append(self._next)
-            self._count(stats)
-            return logits
+            self._count([stats])
+            return [next_token(logits, wish.temperature, wish.top_p, generator)]
         kept = [*self._history, self._next][-max(1, engine.context // 2) :]
         engine.reset()
         logits, stats = engine.prefill(kept)
         self._history, self._last_time = kept, None
         with self.lock:
             self._mark("context", f"context of {engine.context:,} full: on from the last {len(kept):,} tokens")
-        return logits
+        return [next_token(logits, wish.temperature, wish.top_p, generator)]
 
-    def _count(self, stats: TokenStats) -> None:
+    def _count(self, found: list[TokenStats]) -> None:
+        """Tokens that came together, which share the time equally."""
         now, before = time.perf_counter(), self._last_time
         self._last_time = now
-        wall = float("nan") if before is None else 1000 * (now - before)
-        rss = process_rss() if self.tokens % RSS_EVERY == 0 else None
+        wall = float("nan") if before is None else 1000 * (now - before) / len(found)
+        rss = process_rss() if self.tokens % RSS_EVERY < len(found) else None
         with self.lock:
-            self.tokens += 1
-            self.ring.append(stats, self.tokens, wall)
             stretch = self.stretches[-1]
-            stretch.ring.append(stats, self.tokens, wall)
+            for stats in found:
+                self.tokens += 1
+                self.ring.append(stats, self.tokens, wall)
+                stretch.ring.append(stats, self.tokens, wall)
             if rss is not None:
                 self.rss = rss
                 stretch.rss_bytes = max(stretch.rss_bytes or 0, rss - self.rss_before)

@@ -18,7 +18,9 @@ from workbench.engines.mlx.device import check_memory, gpu_info, machine, stream
 from workbench.engines.mlx.ffn import CpuFFN, Gpu, GpuFFN, GpuPredictor
 from workbench.engines.mlx.weights import ResidentWeights, shared_bytes
 from workbench.engines.pipeline import FlashEngine
+from workbench.engines.prompt import WAYS
 from workbench.engines.setting import Setting
+from workbench.errors import AblationError
 from workbench.flash.store import Store
 from workbench.kernels.metal.kernel import Machine
 from workbench.kernels.metal.mlx_machine import mlx_core
@@ -49,6 +51,8 @@ class MlxEngine(FlashEngine):
         self.gpu: Gpu | None = None
         if backend in MACHINES:
             self.gpu = Gpu(kernels or machine(backend), in_place=backend == "mlx-metal", lazy=kernels is None)
+        else:
+            self.prompt_ways = WAYS
         self._emulated = kernels is not None
         with self._stream():
             super().__init__(store, ablation, predictors, run)
@@ -65,6 +69,10 @@ class MlxEngine(FlashEngine):
         return self.gpu is None or getattr(self, "_emulated", False)
 
     def check(self, setting: Setting) -> DramPlan:
+        if setting.ablation.prefetch:
+            raise AblationError(
+                f"ablation: prefetch=True is not there with backend {self.backend}; set prefetch=False or use torch-cpu"
+            )
         plan = super().check(setting)
         if not self._on_cpu:
             check_memory(plan.total, str(self.store.path), gpu_info())

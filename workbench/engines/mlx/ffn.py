@@ -382,7 +382,8 @@ class GpuFFN(FlashFFN):
     # a prompt: many tokens at once
 
     def _many(self, x: mx.array) -> mx.array:
-        """The neurons of all tokens together, each read once; each token uses its own neurons only."""
+        """The neurons of all tokens together, each read once; each token uses its own neurons only. Drafted
+        tokens that are verified come this way too: their union is read, whatever of it the window has."""
         import mlx.core as mx
 
         clock, out = self.shared.clock, mx.zeros_like(x)
