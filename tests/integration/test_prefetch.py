@@ -19,6 +19,7 @@ from workbench.experiments.ablate import ablate
 from workbench.flash.reader import FlashReader, ReadStats
 from workbench.flash.store import Store
 from workbench.predictor.low_rank import Predictors
+from workbench.report import ablation_table, read_ablation
 from workbench.spec import RunSpec
 
 RUN = RunSpec(dram="300%", window=2, context=64)
@@ -112,6 +113,11 @@ def test_a_record_says_what_was_wasted(demo_store: Store, demo_text: np.ndarray,
     assert 0 <= ahead["wasted"] <= ahead["prefetched"]
     assert 0 <= ahead["wasted_bytes"] <= ahead["flash_bytes"]
     assert ahead["hidden_io_ms"] > 0
+    read = read_ablation(record)
+    assert read.rows[1].wasted_bytes == ahead["wasted_bytes"]
+    (note,) = (text for text in ablation_table(read).notes if text.startswith("all, prefetch: "))
+    assert "neurons a token read ahead" in note
+    assert "a token wasted" in note
 
 
 def test_read_ahead_takes_what_there_is_room_for(tmp_path: Path) -> None:

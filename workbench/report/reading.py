@@ -153,6 +153,9 @@ def _run(fields: _Fields) -> Run:
     return run
 
 
+_PREFETCH = ("prefetched", "wasted", "wasted_bytes", "hidden_io_ms")
+
+
 def _ablation_row(f: _Fields) -> AblationRow:
     peak = f.optional("peak_rss_bytes")
     row = AblationRow(
@@ -180,6 +183,7 @@ def _ablation_row(f: _Fields) -> AblationRow:
         text=f.text("text") if "text" in f.data else "",
         draft=f.text("draft") if "draft" in f.data else "",
         draft_tokens=f.integer("draft_tokens") if "draft_tokens" in f.data else None,
+        **{name: f.optional(name) for name in _PREFETCH if name in f.data},
         energy_j_per_token=f.optional("energy_j_per_token") if "energy_j_per_token" in f.data else None,
         energy_source=f.text("energy_source") if "energy_source" in f.data else "",
     )

@@ -53,7 +53,9 @@ class AblationRow:
     token over all layers (mean). None where a figure was not measured. `waits`, `wait_ms`: how often a token waits for
     a GPU (mean), and how long (median; a part of compute). With speculative decoding: `draft`, the model that drafts,
     and `draft_tokens` at once; `acceptance`, the share of these that were kept; `tokens_per_round`; `draft_ms`, the
-    draft model's (median; a part of compute); `text`, where the row's is another than the others'.
+    draft model's (median; a part of compute); `text`, where the row's is another than the others'. With prefetch:
+    neurons `prefetched` a token, those of them `wasted` (mean), in `wasted_bytes`; `hidden_io_ms` of reading beside
+    other work (median; in no other figure).
     `energy_source`: of what and by what `energy_j_per_token` is, or 'not measured'; empty in older records."""
 
     name: str
@@ -80,6 +82,10 @@ class AblationRow:
     text: str = ""
     draft: str = ""
     draft_tokens: int | None = None
+    prefetched: float | None = None
+    wasted: float | None = None
+    wasted_bytes: float | None = None
+    hidden_io_ms: float | None = None
     energy_j_per_token: float | None = None
     energy_source: str = ""
 

@@ -102,6 +102,25 @@ def less(naive: float | None, value: float) -> str:
 
 def ablation_notes(record: AblationRecord, reference: Paper) -> tuple[str, ...]:
     """What a reader has to know to trust the numbers; each a sentence."""
+    ahead = (f"{row.name}: {', '.join(parts)}." for row in record.rows if (parts := reading_ahead(row)))
+    return (*notes_without_prefetch(record, reference), *ahead)
+
+
+def reading_ahead(row: AblationRow) -> list[str]:
+    """What prefetch did for a row, in parts of a sentence; none where nothing is known."""
+    parts = []
+    if row.prefetched is not None:
+        wasted = ratio(row.wasted, row.prefetched) or 0.0
+        parts.append(f"{count(round(row.prefetched, 1))} neurons a token read ahead, {percent(wasted)} of them wasted")
+    if row.wasted_bytes is not None:
+        parts.append(f"{size(row.wasted_bytes)} a token wasted")
+    if row.hidden_io_ms is not None:
+        parts.append(f"{row.hidden_io_ms:.3g} ms of io hidden behind compute")
+    return parts
+
+
+def notes_without_prefetch(record: AblationRecord, reference: Paper) -> tuple[str, ...]:
+    """`ablation_notes` for a page that says elsewhere what was read ahead."""
     all_row = reference.all
     notes = [
         f"Medians a token over {record.run.tokens:,} tokens, with the 95th percentile (p95) below; "

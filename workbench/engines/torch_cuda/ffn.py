@@ -285,7 +285,8 @@ class CardFFN(FlashFFN):
                  *(part for change in changes for part in change.moves.T), *self._up_by_slot(slots)]
             )  # fmt: skip
             for i, change in enumerate(changes):
-                self._move(*rest[len(ids) + 2 * i : len(ids) + 2 * i + 2], len(change.moves))
+                sources, targets = rest[len(ids) + 2 * i :][:2]
+                self._move(sources, targets, len(change.moves))
             moved = card.mark()
         self._bring(load, places, moved)
         card.join()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ class CardLinear(nn.Module):
     def __init__(self, module: nn.Linear, dtype: str, card: Card):
         super().__init__()
         self._dtype, self._card = dtype, card
-        self.register_parameter("weight", module.weight)
+        self.register_parameter("weight", cast(nn.Parameter, module.weight))
         self.register_parameter("bias", module.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

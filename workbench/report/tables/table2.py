@@ -6,10 +6,10 @@ from workbench.report import words
 from workbench.report.numbers import NONE, ms, ratio, size, speed, times
 from workbench.report.paper import paper
 from workbench.report.records import AblationRow
-from workbench.report.rows import ablation_notes, less
+from workbench.report.rows import less, notes_without_prefetch
 from workbench.report.table import Column, Line, Table
 from workbench.report.tables.drawn import Drawn, Entry, Records, measured
-from workbench.report.tables.rows import Rows, read_rows
+from workbench.report.tables.rows import Rows, energy, read_rows, sentence, tokens_per_j
 
 TITLE = "Table 2: flash bytes, throughput and io latency, technique by technique"
 SAYS = (
@@ -66,8 +66,8 @@ def _cells(rows: Rows, row: AblationRow) -> dict[str, str]:
         "over": times(ratio(row.total, row.floor)),
         "dram": size(row.dram_bytes),
         "peak": size(row.peak_rss_bytes),
-        "energy": rows.beyond[row.name].energy,
-        "per_j": rows.beyond[row.name].tokens_per_j,
+        "energy": energy(row),
+        "per_j": tokens_per_j(row),
     }
     if theirs is None:
         return cells | dict.fromkeys((c.key for c in _COLUMNS if c.key.startswith("paper_")), NONE)
@@ -96,12 +96,12 @@ def _headline(rows: Rows) -> str:
 def row_notes(rows: Rows) -> tuple[str, ...]:
     """Notes of an ablation without p95: what medians they are, then what else a reader has to know."""
     first = f"Medians a token over {rows.record.run.tokens:,} tokens; compute includes the predictor."
-    return (first, *ablation_notes(rows.record, paper())[1:])
+    return (first, *notes_without_prefetch(rows.record, paper())[1:])
 
 
 def beyond_notes(rows: Rows) -> tuple[str, ...]:
     """Prefetch, speculative decoding and energy in words, where they were measured."""
-    found = [text for row in rows.record.rows if (text := rows.beyond[row.name].sentence(row))]
+    found = [text for row in rows.record.rows if (text := sentence(row))]
     if rows.energy_sources:
         found.append(f"Energy: {rows.energy_sources}.")
     else:

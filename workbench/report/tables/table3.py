@@ -9,7 +9,7 @@ from workbench.report.paper import PaperLatency, paper
 from workbench.report.records import AblationRow
 from workbench.report.table import Column, Line, Table
 from workbench.report.tables.drawn import Drawn, Entry, Picture, Records, beside, measured
-from workbench.report.tables.rows import Rows, read_rows
+from workbench.report.tables.rows import Rows, energy, read_rows, tokens_per_j
 from workbench.report.tables.table2 import beyond_notes, row_notes
 
 TITLE = "Table 3: latency of a token, from end to end"
@@ -92,8 +92,8 @@ def _cells(rows: Rows, row: AblationRow, theirs: PaperLatency) -> dict[str, str]
         "faster_paper": times(theirs.faster(row_kind(row))),
         "floor": ms(row.floor),
         "over": times(ratio(row.total, row.floor)),
-        "energy": rows.beyond[row.name].energy,
-        "per_j": rows.beyond[row.name].tokens_per_j,
+        "energy": energy(row),
+        "per_j": tokens_per_j(row),
     }
 
 
