@@ -68,7 +68,7 @@ def tensors(checkpoint: Path, config: dict[str, Any]) -> Iterator[tuple[str, tor
 
 def to_gguf(checkpoint: Path, target: Path) -> None:
     """Write `target`, whole or not at all. ValueError for a checkpoint that is no llama's."""
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
 
     config = json.loads((checkpoint / "config.json").read_text())
     if config.get("model_type") != "llama":
