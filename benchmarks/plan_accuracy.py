@@ -58,16 +58,20 @@ def counts_of(model: Outline, row: Mapping[str, Any], run: RunSpec, use: Use, po
     )  # fmt: skip
 
 
+def tokens_of(data: Path | None, store: Store, length: int, seed: int) -> np.ndarray:
+    """int64 [length]: tokens of a text, or random ones where none is given."""
+    if data:
+        return window_of(data, store, length)
+    return np.random.default_rng(seed).integers(3, store.spec.vocab_size, length)
+
+
 def measure(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     """One round: this machine's figures, then every row measured and predicted."""
     store, predictors = Store.open(args.store), Predictors.load(args.predictors)
     model = outline(args.store)
     use = use_of(model, predictors, args.reuse)
     length = args.prompt + WARM_UP + args.tokens
-    if args.data:
-        text = window_of(args.data, store, length)
-    else:
-        text = np.random.default_rng(seed).integers(3, store.spec.vocab_size, length)
+    text = tokens_of(args.data, store, length, seed)
     run = RunSpec(window=args.window, dram=args.dram, context=length, seed=seed)
     position = args.prompt + WARM_UP + args.tokens // 2
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from plan_accuracy import tokens_of
 
 from workbench.errors import WorkbenchError
 from workbench.experiments.ablate import WARM_UP, ablate
 from workbench.experiments.plan import ALL, ROWS, plan
 from workbench.experiments.record import machine, model_name
-from workbench.experiments.text import window_of
 from workbench.flash.store import Store
 from workbench.predictor.low_rank import Predictors
 from workbench.spec import RunSpec
@@ -73,10 +73,7 @@ def main() -> int:
     try:
         store, predictors = Store.open(args.store), Predictors.load(args.predictors)
         length = args.prompt + WARM_UP + args.tokens
-        if args.data:
-            text = window_of(args.data, store, length)
-        else:
-            text = np.random.default_rng(args.seed).integers(3, store.spec.vocab_size, length)
+        text = tokens_of(args.data, store, length, args.seed)
         planned = plan(args.store, dram=args.dram, predictors=predictors, reuse=args.reuse, store_dir=args.store,
                        context=length, tokens=args.tokens, seed=args.seed)  # fmt: skip
         expected = {row["window"]: row for row in planned["windows"]}

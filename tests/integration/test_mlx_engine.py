@@ -211,7 +211,7 @@ def test_an_interrupted_token_or_prompt_leaves_no_trace(
     demo_store: Store, demo_text: np.ndarray, monkeypatch: pytest.MonkeyPatch, opened: Any
 ) -> None:
     """Wherever it is interrupted, what comes after is what an engine gives that never saw it."""
-    text, run = demo_text[:24].tolist(), dataclasses.replace(RUN, dram="110%")
+    text, run = demo_text[:40].tolist(), dataclasses.replace(RUN, dram="110%")
     with opened(demo_store, ORACLE, None, run) as engine:
         engine.prefill(text[:6])
         wanted = [engine.step(token)[0] for token in text[6:9]]
@@ -232,7 +232,7 @@ def test_an_interrupted_token_or_prompt_leaves_no_trace(
             with monkeypatch.context() as patch:
                 patch.setattr(ffn, part, interrupted)
                 with pytest.raises(KeyboardInterrupt):
-                    engine.prefill(text[10:20]) if part in ("_part", "_add") else engine.step(text[20])
+                    engine.prefill(text[10:40]) if part in ("_part", "_add") else engine.step(text[20])
             assert engine.position == 6
             found = [engine.step(token)[0] for token in text[6:9]]
             assert difference(torch.stack(found), torch.stack(wanted)) < TOLERANCE, part

@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 
 from workbench.errors import DeviceError
-from workbench.experiments.gallery import WIDTH, Picture, page, pictures, smaller
+from workbench.experiments.gallery import Picture, page, pictures
+from workbench.pictures import WIDTH, smaller
 from workbench.report import style
 from workbench.report.table import Column, Line, Table
 from workbench.report.training import training_figure

@@ -27,6 +27,7 @@ from workbench.cli.options import (
 from workbench.cli.plan import plan
 from workbench.cli.synth import synth
 from workbench.cli.tables import tables
+from workbench.engines import Backend
 from workbench.predictor.config import PredictorSpec
 from workbench.relufy.config import RelufySpec
 from workbench.spec import LIMITS, DType, PromptNeurons, RunSpec
@@ -72,10 +73,7 @@ Depth = Annotated[int, typer.Option(min=1, max=LIMITS["depth"][1], help="reads i
 PlacementMethod = Literal["chain", "clusters", "bisection", "spectral", "frequency", "shuffled", "own"]
 AnyDType = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="where to train")]
-Backend = Annotated[
-    Literal["torch-cpu", "torch-cuda", "mlx-metal", "mlx-cuda", "mlx-cpu"],
-    typer.Option(help="what the engine computes with and on"),
-]
+Computes = Annotated[Backend, typer.Option(help="what the engine computes with and on")]
 Logs = Annotated[Path | None, typer.Option(help="directory for TensorBoard")]
 CheckpointSeconds = Annotated[float, typer.Option(min=0, help="save the state this often")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="discard an unfinished run in OUT")]
@@ -90,7 +88,7 @@ StorePath = Annotated[Path, typer.Argument(help="a flash store")]
 def demo(
     out: Annotated[Path, typer.Option(help="where results go")] = Path("runs/demo"),
     dram: Dram = "80%",
-    backend: Backend = "torch-cpu",
+    backend: Computes = "torch-cpu",
     seed: Seed = 0,
 ) -> None:
     """The main job on the embedded model: predictors, ablation, report."""
@@ -341,7 +339,7 @@ def ablate(
     dram: Dram = "50%",
     context: Context = 512,
     depth: Depth = 32,
-    backend: Backend = "torch-cpu",
+    backend: Computes = "torch-cpu",
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
@@ -396,7 +394,7 @@ def generate(
     dram: Dram = "50%",
     context: Context = 512,
     depth: Depth = 32,
-    backend: Backend = "torch-cpu",
+    backend: Computes = "torch-cpu",
     seed: Seed = 0,
     json: Json = None,
 ) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from workbench.ablation import IoEngine
 from workbench.cli.options import console, progress_bar, writable
+from workbench.engines import Backend
 from workbench.spec import LIMITS, DType
-
-Backend = Literal["torch-cpu", "torch-cuda", "mlx-metal", "mlx-cuda", "mlx-cpu"]
 
 
 def plan(

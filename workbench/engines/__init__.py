@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from workbench.errors import DeviceError
 
@@ -15,21 +15,25 @@ if TYPE_CHECKING:
     from workbench.spec import RunSpec
 
 READ_BYTES = 256 << 20
-BACKENDS = ("torch-cpu", "torch-cuda", "mlx-metal", "mlx-cuda", "mlx-cpu")
+Backend = Literal["torch-cpu", "torch-cuda", "mlx-metal", "mlx-cuda", "mlx-cpu"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
 def check_backend(backend: str) -> None:
     """DeviceError, saying what to do, for a name that is none and for a backend that this machine cannot run."""
     if backend not in BACKENDS:
         raise DeviceError(f"backend {backend!r} is not available; choose one of {', '.join(BACKENDS)}")
-    if backend == "torch-cuda":
-        from workbench.engines.torch_cuda.card import check_device as check_card
+    try:
+        if backend == "torch-cuda":
+            from workbench.engines.torch_cuda.card import check_device as check_card
 
-        check_card()
-    elif backend.startswith("mlx"):
-        from workbench.engines.mlx.device import check_device
+            check_card()
+        elif backend.startswith("mlx"):
+            from workbench.engines.mlx.device import check_device
 
-        check_device(backend)
+            check_device(backend)
+    except DeviceError as error:
+        raise DeviceError(f"backend {backend!r}: {error}") from None
 
 
 def device_of(backend: str) -> str:

@@ -131,6 +131,15 @@ def plan_dram(
     return _with_slots(plan, share_out((budget - plan.fixed) // each, wanted, least_slots))
 
 
+def check_gpu_memory(needed: int, limit: int, what: str) -> None:
+    """BudgetError when a GPU may use fewer than `needed` bytes."""
+    if needed > limit:
+        raise BudgetError(
+            f"{what}: {format_bytes(needed)} do not fit the {format_bytes(limit)} that the GPU may use; "
+            "pass a smaller --dram"
+        )
+
+
 def context_tokens(store: Planned, run: RunSpec) -> int:
     """Tokens that the KV cache holds."""
     positions = store.spec.max_positions

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from workbench.dram.slots import Change
 from workbench.kernels.ffn import sparse_ffn_tokens
-from workbench.kernels.linear import linear
 
 if TYPE_CHECKING:
     from workbench.engines.ffn import FlashFFN
@@ -46,10 +46,7 @@ def _choose(ffn: FlashFFN, x: Array) -> list[Array]:
     """The neurons to compute for each token, sorted."""
     shared, clock = ffn.shared, ffn.shared.clock
     if shared.ablation.predictor == "oracle":
-        with clock.time("oracle"):
-            rows = np.ascontiguousarray(shared.store.activated_rows(ffn.layer))
-            z = linear(x, rows, ffn.biases.first, shared.store.dtype, shared.threads)
-            return [np.flatnonzero(own > ffn.threshold).astype(np.int32) for own in z]
+        return ffn.firing(x)
     assert ffn.predictor is not None
     with clock.time("predictor"):
         return [ffn.predictor.ids(own, shared.threads) for own in x]
@@ -101,16 +98,25 @@ def together(ids: list[Array], capacity: int) -> list[tuple[int, int]]:
     return [*groups, (first, len(ids))]
 
 
+def take_in(ffn: FlashFFN, ids: list[Array], windows: list[int]) -> tuple[list[Change], Array, Array]:
+    """Update the slots for each of some tokens: the changes, the neurons to bring, sorted, and the slot of every neuron
+    that has one, int32 [d_ff]."""
+    slots = ffn.slots
+    assert slots is not None
+    changes = [slots.update(own, window) for own, window in zip(ids, windows, strict=True)]
+    load = np.sort(np.concatenate([change.load_ids for change in changes]))
+    # A slot may have been moved since it was given: where a neuron is now, is said by `pointer` alone.
+    slot_of = np.empty(len(ffn.all_ids), np.int32)
+    slot_of[slots.pointer[: slots.num_used]] = ffn.all_ids[: slots.num_used]
+    return changes, load, slot_of
+
+
 def _group(ffn: FlashFFN, x: Array, out: Array, ids: list[Array], windows: list[int]) -> None:
     """Tokens whose neurons the slots hold together: make room for each, read what lacks once, compute."""
     slots, clock = ffn.slots, ffn.shared.clock
     assert slots is not None
     with clock.time("mem"):
-        changes = [slots.update(own, window) for own, window in zip(ids, windows, strict=True)]
-        load = np.sort(np.concatenate([change.load_ids for change in changes]))
-        # A slot may have been moved since it was given: where a neuron is now, is said by `pointer` alone.
-        slot_of = np.empty(len(ffn.all_ids), np.int32)
-        slot_of[slots.pointer[: slots.num_used]] = ffn.all_ids[: slots.num_used]
+        changes, load, slot_of = take_in(ffn, ids, windows)
     ffn._fetch(load, slot_of[load], slots.matrix, sequential=False)
     clock.loaded += len(load)
     clock.window_trims += sum(change.trimmed for change in changes)

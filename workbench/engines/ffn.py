@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,8 +72,9 @@ class PackedPredictor:
 
         The factors are widened for the time of the call, which pays where there are many tokens.
         """
-        hidden = x @ _widened(self.a, self.scales[0]).T
-        scores = torch.addmm(torch.from_numpy(self.bias), hidden, _widened(self.b, self.scales[1]).T)
+        a_scale, b_scale = (None if scale is None else torch.from_numpy(scale) for scale in self.scales)
+        hidden = x @ widened(torch.from_numpy(self.a), a_scale).T
+        scores = torch.addmm(torch.from_numpy(self.bias), hidden, widened(torch.from_numpy(self.b), b_scale).T)
         return scores > self.threshold
 
 
@@ -164,25 +165,35 @@ class FlashFFN(nn.Module):
         """The neurons to compute for one token, sorted; with a margin, only those that the predictor is surer of."""
         shared, clock = self.shared, self.shared.clock
         if shared.ablation.predictor == "oracle":
-            with clock.time("oracle"):
-                rows = np.ascontiguousarray(shared.store.activated_rows(self.layer))
-                z = linear(x[None], rows, self.biases.first, shared.store.dtype, shared.threads)[0]
-                return np.flatnonzero(z > self.threshold).astype(np.int32)
+            return self.firing(x[None])[0]
         assert self.predictor is not None
         with clock.time("predictor"):
             return self.predictor.ids(x, shared.threads, margin)
 
+    def firing(self, x: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """The neurons that fire, sorted int32, for each of some tokens' inputs float32 [t, d_model] (oracle)."""
+        shared = self.shared
+        with shared.clock.time("oracle"):
+            rows = np.ascontiguousarray(shared.store.activated_rows(self.layer))
+            z = linear(x, rows, self.biases.first, shared.store.dtype, shared.threads)
+            return [np.flatnonzero(own > self.threshold).astype(np.int32) for own in z]
+
     def _sparse(self, x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
         """Compute the neurons `ids`, bringing those that the window lacks."""
+        for part in self._parts_of(ids):
+            self._pass(x, part, out)
+
+    def _parts_of(self, ids: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+        """One token's neurons, as many at once as the slots hold, none of them left out: each part is brought and
+        computed before the next is asked for."""
         shared, slots = self.shared, self.slots
         assert slots is not None
         shared.clock.predicted += len(ids)
         if not shared.ablation.windowing:
             slots.clear()
         self._take_ahead()
-        # More than the slots hold: in passes, none of them left out.
         for at in range(0, max(1, len(ids)), slots.capacity):
-            self._pass(x, ids[at : at + slots.capacity], self._window, out)
+            yield ids[at : at + slots.capacity]
         self._settle_ahead()
         shared.clock.in_window += slots.num_used
 
@@ -190,11 +201,11 @@ class FlashFFN(nn.Module):
     def _window(self) -> int:
         return self.shared.run.window if self.shared.ablation.windowing else 0
 
-    def _pass(self, x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], window: int, out: np.ndarray[Any, Any]) -> None:
+    def _pass(self, x: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> None:
         slots, clock = self.slots, self.shared.clock
         assert slots is not None
         with clock.time("mem"):
-            change = slots.update(ids, window)
+            change = slots.update(ids, self._window)
             at, here = self._landed(change.load_ids)
             if len(at):
                 self._copy_landed(at, change.load_slots[here])
@@ -224,11 +235,9 @@ class FlashFFN(nn.Module):
         """Which of the sorted `ids` were read ahead: their places in the buffer, and a bool mask of `ids`."""
         if self._arrived is None:
             return self.all_ids[:0], np.zeros(len(ids), bool)
-        known = self._arrived.ids
-        at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-        here = known[at] == ids
-        self._unused[at[here]] = False
-        return at[here], here
+        at, here = found_in(self._arrived.ids, ids)
+        self._unused[at] = False
+        return at, here
 
     def _copy_landed(self, at: np.ndarray[Any, Any], places: np.ndarray[Any, Any]) -> None:
         """From places of the buffer of what was read ahead to slots."""
@@ -413,12 +422,10 @@ class FlashFFN(nn.Module):
         slots, shared = self.slots, self.shared
         assert slots is not None
         with shared.clock.time("mem"):
-            used = slots.pointer[: slots.num_used]
-            at = np.minimum(np.searchsorted(block, used), len(block) - 1)
-            here = block[at] == used
+            at, here = found_in(block, slots.pointer[: slots.num_used])
             width = shared.slot_bytes
             target = slots.matrix.reshape(-1, width)
-            target[np.flatnonzero(here)] = shared.scratch[: len(block) * width].reshape(-1, width)[at[here]]
+            target[np.flatnonzero(here)] = shared.scratch[: len(block) * width].reshape(-1, width)[at]
 
     # flash
 
@@ -469,7 +476,16 @@ class FlashFFN(nn.Module):
         return self.shared.split, np.concatenate(offsets), lengths, np.concatenate(places)
 
 
-def _widened(factor: np.ndarray[Any, Any], scale: np.ndarray[Any, Any] | None) -> torch.Tensor:
+def found_in(
+    known: np.ndarray[Any, Any], ids: np.ndarray[Any, Any]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Which of `ids` are in the sorted `known`, which is not empty: their places there, and a bool mask of `ids`."""
+    at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    here = known[at] == ids
+    return at[here], here
+
+
+def widened(factor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """A predictor's factor as float32 [rows, columns]; `scale` by row, of 8-bit factors."""
-    wide = torch.from_numpy(factor).float()
-    return wide if scale is None else wide * torch.from_numpy(scale)[:, None]
+    wide = factor.float()
+    return wide if scale is None else wide * scale[:, None]

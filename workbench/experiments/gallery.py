@@ -9,7 +9,6 @@ widgets draws no picture: for it the page shows the screenshots NOTEBOOK-screen*
 from __future__ import annotations
 
 import base64
-import io
 import re
 import sys
 import tempfile
@@ -20,10 +19,8 @@ from typing import Any
 
 from workbench.errors import DeviceError, WorkbenchError
 from workbench.experiments.lab import shipped
+from workbench.pictures import smaller
 
-WIDTH = 1380
-"""Pixels; pictures are drawn larger and brought to this."""
-COLOURS = 128
 CELL_SECONDS = 900
 _ABOUT = """# Gallery
 
@@ -82,20 +79,6 @@ def _first_sentence(text: str) -> str:
     words = " ".join(text.split())
     found = re.match(r".+?[.!?](?= |$)", words)
     return found[0] if found else words
-
-
-def smaller(png: bytes) -> bytes:
-    """The picture at WIDTH pixels, in few colours: lines and type need no more."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(png)) as whole:
-        picture = whole.convert("RGB")
-    if picture.width > WIDTH:
-        height = round(picture.height * WIDTH / picture.width)
-        picture = picture.resize((WIDTH, height), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
-    return buffer.getvalue()
 
 
 def page(shown: Iterable[tuple[Picture, str]], title_of: dict[str, str]) -> str:

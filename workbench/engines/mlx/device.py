@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import BudgetError, DeviceError
+from workbench.engines.budget import check_gpu_memory
 from workbench.kernels.metal.mlx_machine import MlxMachine, mlx_core
-from workbench.spec import format_bytes
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -16,14 +15,11 @@ MEMORY_FIELDS = ("max_recommended_working_set_size", "total_memory", "memory_siz
 
 
 def check_device(backend: str) -> None:
-    """DeviceError, one line with the remedy, when `backend` (mlx-metal, mlx-cuda or mlx-cpu) cannot run here."""
-    try:
-        if backend == "mlx-cpu":
-            mlx_core()
-        else:
-            machine(backend)
-    except DeviceError as error:
-        raise DeviceError(f"backend {backend!r}: {error}") from None
+    """DeviceError, with the remedy, when `backend` (mlx-metal, mlx-cuda or mlx-cpu) cannot run here."""
+    if backend == "mlx-cpu":
+        mlx_core()
+    else:
+        machine(backend)
 
 
 def machine(backend: str) -> MlxMachine:
@@ -40,11 +36,8 @@ def stream(backend: str) -> Any:
 def check_memory(needed: int, what: str, info: dict[str, Any]) -> None:
     """BudgetError when a GPU that says `info` of itself (mx.device_info) has less than `needed` bytes."""
     limit = next((int(info[name]) for name in MEMORY_FIELDS if info.get(name)), None)
-    if limit is not None and needed > limit:
-        raise BudgetError(
-            f"{what}: {format_bytes(needed)} do not fit the {format_bytes(limit)} that the GPU may use; "
-            "pass a smaller --dram"
-        )
+    if limit is not None:
+        check_gpu_memory(needed, limit, what)
 
 
 def gpu_info() -> dict[str, Any]:

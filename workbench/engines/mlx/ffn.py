@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from workbench.dram.slots import Slots
-from workbench.engines.ffn import Biases, FlashFFN, Shared
+from workbench.engines.ffn import Biases, FlashFFN, Shared, found_in
 from workbench.engines.mlx.device import as_numpy
 from workbench.engines.mlx.weights import shared_bytes
-from workbench.kernels.linear import linear as native_linear
 from workbench.kernels.metal.kernel import Machine
 from workbench.kernels.metal.predictor import predict
 from workbench.kernels.metal.slots import insert, move
@@ -294,11 +293,7 @@ class GpuFFN(FlashFFN):
         if shared.ablation.predictor == "oracle":
             with clock.wait():
                 mx.eval(row)
-            with clock.time("oracle"):
-                rows = np.ascontiguousarray(shared.store.activated_rows(self.layer))
-                host = np.array(row)[None]
-                z = native_linear(host, rows, self.biases.first, shared.store.dtype, shared.threads)[0]
-                return np.flatnonzero(z > self.threshold).astype(np.int32)
+            return self.firing(np.array(row)[None])[0]
         predictor: Any = self.predictor
         if predictor.ms is None:
             with clock.time("oracle"):  # in no figure: no token of a running pipeline takes it
@@ -310,17 +305,13 @@ class GpuFFN(FlashFFN):
         return np.array(ids)[: int(np.array(count)[0])].astype(np.int32)
 
     def _some(self, row: mx.array, ids: np.ndarray[Any, Any]) -> mx.array:
-        shared, slots = self.shared, self.slots
-        assert slots is not None
-        shared.clock.predicted += len(ids)
-        if not shared.ablation.windowing:
-            slots.clear()
-        window = shared.run.window if shared.ablation.windowing else 0
-        out = self._turn(row, ids[: slots.capacity], window)
-        for at in range(slots.capacity, len(ids), slots.capacity):
-            self._settle(out)  # the next turn overwrites slots that this one reads
-            out = out + self._turn(row, ids[at : at + slots.capacity], window)
-        shared.clock.in_window += slots.num_used
+        out = None
+        for part in self._parts_of(ids):
+            if out is not None:
+                self._settle(out)  # this turn overwrites slots that the one before reads
+            own = self._turn(row, part)
+            out = own if out is None else out + own
+        assert out is not None
         return out
 
     def _settle(self, *arrays: mx.array) -> None:
@@ -329,14 +320,14 @@ class GpuFFN(FlashFFN):
         with self.shared.clock.wait():
             mx.eval(*arrays)
 
-    def _turn(self, row: mx.array, ids: np.ndarray[Any, Any], window: int) -> mx.array:
+    def _turn(self, row: mx.array, ids: np.ndarray[Any, Any]) -> mx.array:
         """As many neurons as the slots hold: those of the window while flash is read, then those that were read."""
         import mlx.core as mx
 
         slots, clock, in_place = self.slots, self.shared.clock, self.gpu.in_place
         assert slots is not None
         with clock.time("mem"):
-            change = slots.update(ids, window)
+            change = slots.update(ids, self._window)
             order = None if in_place else self._move(change.moves)
             kept = self._kept.set(change.rows[~np.isin(ids, change.load_ids, assume_unique=True)])
             if self.biases.up is not None:
@@ -456,9 +447,7 @@ class GpuFFN(FlashFFN):
         slots, width = self.slots, self.shared.slot_bytes
         assert slots is not None
         with self.shared.clock.time("mem"):
-            used = slots.pointer[: slots.num_used]
-            at = np.minimum(np.searchsorted(block, used), len(block) - 1)
-            here = np.flatnonzero(block[at] == used)
-            if len(here):
-                whole = held[: len(block) * width].reshape(-1, width)
-                self._insert(mx.take(whole, mx.array(at[here].astype(np.uint32)), axis=0).reshape(-1), here, None)
+            at, here = found_in(block, slots.pointer[: slots.num_used])
+            if len(at):
+                whole, places = held[: len(block) * width].reshape(-1, width), np.flatnonzero(here)
+                self._insert(mx.take(whole, mx.array(at.astype(np.uint32)), axis=0).reshape(-1), places, None)

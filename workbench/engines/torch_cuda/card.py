@@ -10,31 +10,17 @@ import numpy as np
 import torch
 
 from workbench.engines.stats import StepClock
-from workbench.errors import BudgetError, DeviceError
 from workbench.flash.layout import round_up
 from workbench.kernels.metal.kernel import Machine
 from workbench.kernels.metal.torch_machine import TorchMachine
-from workbench.spec import format_bytes
 
 PAGE = 4096
 BANDWIDTH_BYTES = 1 << 30
 
 
 def check_device() -> None:
-    """DeviceError, one line with the remedy, when torch-cuda cannot run here."""
-    try:
-        TorchMachine()
-    except DeviceError as error:
-        raise DeviceError(f"backend 'torch-cuda': {error}") from None
-
-
-def check_memory(needed: int, what: str) -> None:
-    """BudgetError when the card's memory is less than `needed` bytes."""
-    limit = torch.cuda.mem_get_info()[1]
-    if needed > limit:
-        raise BudgetError(
-            f"{what}: {format_bytes(needed)} do not fit the {format_bytes(limit)} of the GPU; pass a smaller --dram"
-        )
+    """DeviceError, with the remedy, when torch-cuda cannot run here."""
+    TorchMachine()
 
 
 def copy_bandwidth(nbytes: int = BANDWIDTH_BYTES, repeats: int = 10) -> float:
@@ -55,9 +41,9 @@ class Pinned:
     """Host memory that the card copies from by itself, from a page boundary: `bytes` for numpy, `tensor` for torch."""
 
     def __init__(self, nbytes: int, pin: bool) -> None:
-        self._whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pin)
-        start = -self._whole.data_ptr() % PAGE
-        self.tensor = self._whole[start : start + nbytes]
+        whole = torch.empty(nbytes + PAGE, dtype=torch.uint8, pin_memory=pin)
+        start = -whole.data_ptr() % PAGE
+        self.tensor = whole[start : start + nbytes]
         self.bytes: np.ndarray[Any, Any] = self.tensor.numpy()
 
 
@@ -87,7 +73,6 @@ class Card:
         self.active: list[torch.Tensor] = []
         """Counts of neurons that fired, int32 [1], not yet read."""
         self.halves: tuple[Half, ...] = ()
-        self._staging: Pinned | None = None
         self._next = 0
         self._lists: tuple[Pinned, torch.Tensor] | None = None
         self._listed: Pinned | None = None
@@ -99,8 +84,8 @@ class Card:
 
     def staging(self, nbytes: int, record_bytes: int) -> np.ndarray[Any, Any]:
         """uint8 [nbytes] of pinned memory for records on their way, which is used by halves; as much on the card."""
-        self.halves, self._staging = (), None
-        pinned = self._staging = Pinned(nbytes + PAGE, self.on_gpu)
+        self.halves = ()
+        pinned = Pinned(nbytes + PAGE, self.on_gpu)
         half = max(1, nbytes // record_bytes // 2) * record_bytes
         starts = [0, round_up(half, PAGE)] if 2 * half <= nbytes else [0]
         self.halves = tuple(Half(self, pinned.tensor[start : start + half]) for start in starts)
@@ -226,6 +211,6 @@ class Card:
     def close(self) -> None:
         """Give back the memory."""
         self.forget()
-        self.halves, self._staging, self._lists, self._listed = (), None, None, None
+        self.halves, self._lists, self._listed = (), None, None
         if self.on_gpu:
             torch.cuda.empty_cache()

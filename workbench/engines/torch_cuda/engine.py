@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from workbench.ablation import Ablation
-from workbench.engines.budget import DramPlan
+from workbench.engines.budget import DramPlan, check_gpu_memory
 from workbench.engines.decoder import TransformersEngine
 from workbench.engines.ffn import FlashFFN, Shared
 from workbench.engines.resident import ResidentWeights
 from workbench.engines.setting import Setting
-from workbench.engines.torch_cuda.card import Card, Pinned, check_memory
+from workbench.engines.torch_cuda.card import Card, Pinned
 from workbench.engines.torch_cuda.ffn import CardFFN, CardPredictor
 from workbench.engines.torch_cuda.weights import CardLinear, CardWeights
 from workbench.flash.store import Store
@@ -42,19 +42,17 @@ class TorchCudaEngine(TransformersEngine):
         run: RunSpec,
         kernels: Machine | None = None,
     ):
-        self._ahead: Pinned | None = None
         self.card = Card(kernels or TorchMachine(), torch.device("cuda" if kernels is None else "cpu"))
         super().__init__(store, ablation, predictors, run)
 
     def check(self, setting: Setting) -> DramPlan:
         plan = super().check(setting)
         if self.card.on_gpu:
-            check_memory(plan.total, str(self.store.path))
+            check_gpu_memory(plan.total, torch.cuda.mem_get_info()[1], str(self.store.path))
         return plan
 
     def close(self) -> None:
         super().close()
-        self._ahead = None
         self.card.close()
 
     # what the pipeline asks for
@@ -78,8 +76,7 @@ class TorchCudaEngine(TransformersEngine):
         return self.card.staging(nbytes, self.plan.slot_bytes)
 
     def _ahead_buffer(self, nbytes: int) -> np.ndarray[Any, Any]:
-        self._ahead = Pinned(nbytes, self.card.on_gpu)
-        return self._ahead.bytes
+        return Pinned(nbytes, self.card.on_gpu).bytes
 
     def _pack(self, layer: LayerPredictor) -> Any:
         return CardPredictor(layer, self.card)

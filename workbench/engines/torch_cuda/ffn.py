@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.dram.slots import Change, Slots
-from workbench.engines.few import passes
-from workbench.engines.ffn import Biases, FlashFFN, Shared
+from workbench.dram.slots import Slots
+from workbench.engines.few import passes, take_in
+from workbench.engines.ffn import Biases, FlashFFN, Shared, found_in, widened
 from workbench.engines.layers import FEW_TOKENS
 from workbench.engines.torch_cuda.card import Card, Half
-from workbench.kernels.linear import linear
 from workbench.kernels.metal.predictor import predict
 from workbench.kernels.metal.slots import insert, move
 from workbench.kernels.metal.sparse_ffn import Record, sparse_ffn
@@ -44,14 +43,9 @@ class CardPredictor:
 
     def mask(self, x: torch.Tensor) -> torch.Tensor:
         """bool [tokens, d_ff], the neurons predicted for each token's input [tokens, d_model]."""
-        hidden = x @ self._widened(self._a, self._scales[0]).T
-        scores = torch.addmm(self._bias, hidden, self._widened(self._b, self._scales[1]).T)
+        hidden = x @ widened(self._a, self._scales[0]).T
+        scores = torch.addmm(self._bias, hidden, widened(self._b, self._scales[1]).T)
         return ~(scores <= self._threshold)  # true of NaN, which has to show
-
-    @staticmethod
-    def _widened(factor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        wide = factor.float()
-        return wide if scale is None else wide * scale[:, None]
 
 
 class CardFFN(FlashFFN):
@@ -138,13 +132,9 @@ class CardFFN(FlashFFN):
 
     def _true(self, rows: torch.Tensor) -> list[Array]:
         """The neurons that fire, for each of some tokens (oracle)."""
-        shared, clock = self.shared, self.shared.clock
-        with clock.wait():
+        with self.shared.clock.wait():
             host = rows.cpu().numpy()
-        with clock.time("oracle"):
-            weights = np.ascontiguousarray(shared.store.activated_rows(self.layer))
-            z = linear(host, weights, self.biases.first, shared.store.dtype, shared.threads)
-            return [np.flatnonzero(own > self.threshold).astype(np.int32) for own in z]
+        return self.firing(host)
 
     def _listed(self, row: torch.Tensor) -> Array:
         """The neurons to compute for one token, sorted, and the next layer's as they look from here: the one thing that
@@ -176,18 +166,13 @@ class CardFFN(FlashFFN):
         return self._guess
 
     def _some(self, row: torch.Tensor, ids: Array) -> torch.Tensor:
-        shared, slots = self.shared, self.slots
-        assert slots is not None
-        shared.clock.predicted += len(ids)
-        if not shared.ablation.windowing:
-            slots.clear()
-        self._take_ahead()
-        out = self._turn(row, ids[: slots.capacity])
-        for at in range(slots.capacity, len(ids), slots.capacity):
-            self._settle()  # the next turn overwrites slots that this one reads
-            out = out + self._turn(row, ids[at : at + slots.capacity])
-        self._settle_ahead()
-        shared.clock.in_window += slots.num_used
+        out = None
+        for part in self._parts_of(ids):
+            if out is not None:
+                self._settle()  # this turn overwrites slots that the one before reads
+            own = self._turn(row, part)
+            out = own if out is None else out + own
+        assert out is not None
         return out
 
     def _settle(self) -> None:
@@ -276,10 +261,7 @@ class CardFFN(FlashFFN):
         assert slots is not None
         self._settle()  # slots and lists of the group before
         with clock.time("mem"):
-            changes: list[Change] = [slots.update(own, window) for own, window in zip(ids, windows, strict=True)]
-            load = np.sort(np.concatenate([change.load_ids for change in changes]))
-            slot_of = np.empty(len(self.all_ids), np.int32)
-            slot_of[slots.pointer[: slots.num_used]] = self.all_ids[: slots.num_used]
+            changes, load, slot_of = take_in(self, ids, windows)
             places, bias, *rest = card.send(
                 [slot_of[load], slots.bias[: slots.num_used], *(slot_of[own] for own in ids),
                  *(part for change in changes for part in change.moves.T), *self._up_by_slot(slots)]
@@ -384,10 +366,8 @@ class CardFFN(FlashFFN):
         assert slots is not None
         assert matrix is not None
         with self.shared.clock.time("mem"):
-            used = slots.pointer[: slots.num_used]
-            at = np.minimum(np.searchsorted(block, used), len(block) - 1)
-            here = np.flatnonzero(block[at] == used)
-            if len(here):
-                source, target = (torch.from_numpy(part).to(self.card.device) for part in (at[here], here))
+            at, here = found_in(block, slots.pointer[: slots.num_used])
+            if len(at):
+                source, target = (torch.from_numpy(part).to(self.card.device) for part in (at, np.flatnonzero(here)))
                 with self.card.span("mem"):
                     matrix.view(-1, width)[target] = held.view(-1, width)[source]

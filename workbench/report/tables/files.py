@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import RecordError
+from workbench.pictures import smaller
 from workbench.report.html import write_file
 from workbench.report.reading import load_json
 from workbench.report.tables.drawn import Drawn, index_html, index_markdown, markdown, page_html
 from workbench.report.tables.registry import ENTRIES, TABLE, entry, name_of, parts_of
 
 STORED = Path("docs", "results", "tables")
-WIDTH, COLOURS = 1380, 128
-"""Of the pictures beside Markdown that is kept: pixels, and colours, of which lines and type need no more."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +83,6 @@ def write_table(folder: Path, drawn: Drawn, record: Mapping[str, Any] | None, *,
     if record is not None:
         files[f"{drawn.files}.json"] = (json.dumps(record, indent=1) + "\n").encode("utf-8")
     return [write_file(folder, name, content) for name, content in files.items()]
-
-
-def smaller(png: bytes) -> bytes:
-    """The picture at WIDTH pixels and in few colours."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(png)) as whole:
-        picture = whole.convert("RGB")
-    if picture.width > WIDTH:
-        height = round(picture.height * WIDTH / picture.width)
-        picture = picture.resize((WIDTH, height), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
-    return buffer.getvalue()
 
 
 def write_index(folder: Path, drawn: Iterable[Drawn], missing: Mapping[str, str], *, page: bool = True) -> list[Path]:
