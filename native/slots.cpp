@@ -46,16 +46,17 @@ const SlotChange& SlotTable::update(const int32_t* predicted, int64_t count, int
   ++clock_;
   // Before anything is looked up: the window is the k tokens before this one, not one more.
   if (window >= 0) {
-    while (!tokens_.empty() && tokens_.front().stamp < clock_ - window) drop_oldest();
+    while (!tokens_.empty() && tokens_.front().stamp < clock_ - window) drop_oldest(INT64_MAX);
   }
   for (int64_t i = 0; i < count; ++i) {
     last_used_[predicted[i]] = clock_;
     if (slot_of_[predicted[i]] < 0) change_.load_ids.push_back(predicted[i]);
   }
   // Every resident neuron is in the list of the token that predicted it last, so this ends with room enough.
-  while (used_ - static_cast<int64_t>(holes_.size()) + static_cast<int64_t>(change_.load_ids.size()) > capacity_) {
+  const int64_t wanted = used_ + static_cast<int64_t>(change_.load_ids.size());
+  while (wanted - static_cast<int64_t>(holes_.size()) > capacity_) {
     const int64_t evicted = change_.evicted;
-    drop_oldest();
+    drop_oldest(wanted - static_cast<int64_t>(holes_.size()) - capacity_);
     change_.trimmed += change_.evicted > evicted;
   }
   place();
@@ -110,16 +111,23 @@ void SlotTable::remember(const int32_t* predicted, int64_t count) {
   tokens_.push_back({clock_, std::move(ids)});
 }
 
-// Neurons that a later token predicted too stay; they are in that token's list.
-void SlotTable::drop_oldest() {
+// At most `most` neurons of the oldest token leave. Those that a later token predicted too stay: they are in its list.
+void SlotTable::drop_oldest(int64_t most) {
   TokenList& oldest = tokens_.front();
-  for (const int32_t id : oldest.ids) {
+  size_t at = 0;
+  for (; at < oldest.ids.size() && most > 0; ++at) {
+    const int32_t id = oldest.ids[at];
     if (last_used_[id] != oldest.stamp) continue;
     const int32_t slot = slot_of_[id];
     slot_of_[id] = -1;
     arrays_.pointer[slot] = -1;
     holes_.push_back(slot);
     ++change_.evicted;
+    --most;
+  }
+  if (at < oldest.ids.size()) {
+    oldest.ids.erase(oldest.ids.begin(), oldest.ids.begin() + static_cast<ptrdiff_t>(at));
+    return;
   }
   spare_.push_back(std::move(oldest.ids));
   tokens_.pop_front();

@@ -27,7 +27,7 @@ class SlotTable {
   SlotTable(int32_t d_ff, int32_t capacity, int64_t slot_bytes, SlotArrays arrays);
 
   // One token. `predicted` is sorted and unique. Neurons last predicted more than `window` tokens ago leave; when there
-  // is no room the oldest tokens' neurons leave first, a token at a time. window < 0: nothing leaves for its age.
+  // is no room the oldest tokens' neurons leave first, no more of them than have to. window < 0: nothing leaves for its age.
   // The result is valid until the next call. std::invalid_argument, with nothing changed, for bad input.
   const SlotChange& update(const int32_t* predicted, int64_t count, int64_t window);
   // Those of `ids` that the next token's update would have to load. Changes nothing.
@@ -48,7 +48,7 @@ class SlotTable {
 
   void check(const int32_t* predicted, int64_t count) const;
   void remember(const int32_t* predicted, int64_t count);
-  void drop_oldest();
+  void drop_oldest(int64_t most);
   void place();
   void put(int32_t slot, int32_t id);
 

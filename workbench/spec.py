@@ -84,6 +84,7 @@ class RunSpec:
     seed: of the text that is sampled, from the next text on.
     draft: the store of the model that drafts tokens for speculative decoding; empty for none.
     draft_tokens: the paper's lambda, tokens that are drafted at once.
+    kv_dtype: of the keys and values in the KV cache; attention computes in float32 whatever it is.
     prompt_neurons: which neurons a prompt takes: union (each token its own, read once for all), dense (all of them, as
     the dense model does) or auto (in each layer dense where it is cheaper to read).
     """
@@ -99,6 +100,7 @@ class RunSpec:
     draft: str = ""
     draft_tokens: int = 4
     prompt_neurons: PromptNeurons = "union"
+    kv_dtype: DType = "float32"
 
     def __post_init__(self) -> None:
         for name, (low, high) in LIMITS.items():
@@ -112,6 +114,8 @@ class RunSpec:
         if self.prompt_neurons not in get_args(PromptNeurons):
             ways = ", ".join(get_args(PromptNeurons))
             raise SpecError(f"prompt_neurons={self.prompt_neurons!r} is not one of {ways}")
+        if self.kv_dtype not in get_args(DType):
+            raise SpecError(f"kv_dtype={self.kv_dtype!r} is not one of {', '.join(get_args(DType))}")
         if self.chunk_bytes % 4096:
             raise SpecError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4096")
 

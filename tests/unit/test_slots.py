@@ -92,10 +92,13 @@ def test_oldest_token_leaves_first_when_there_is_no_room(kind: type[AnySlots]) -
     step(slots, ids(0, 1), 10)
     step(slots, ids(2, 3), 10)
     change = step(slots, ids(4, 5), 10)
-    assert (change.evicted, change.trimmed) == (2, 1)
-    assert slots.ids().tolist() == [2, 3, 4, 5]
+    assert (change.evicted, change.trimmed) == (1, 1)  # no more of it than has to
+    assert slots.ids().tolist() == [1, 2, 3, 4, 5]
+    change = step(slots, ids(6, 7), 10)
+    assert (change.evicted, change.trimmed) == (2, 2)
+    assert slots.ids().tolist() == [3, 4, 5, 6, 7]
     change = step(slots, ids(10, 11, 12, 13, 14), 10)
-    assert (change.evicted, change.trimmed) == (4, 2)
+    assert (change.evicted, change.trimmed) == (5, 3)
     assert slots.ids().tolist() == [10, 11, 12, 13, 14]
 
 

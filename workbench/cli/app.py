@@ -69,6 +69,7 @@ DraftTokens = Annotated[
 Window = Annotated[int, typer.Option(min=0, max=LIMITS["window"][1], help="the paper's k, in tokens")]
 Dram = Annotated[str, typer.Option(help="DRAM budget: a share of the model (50%) or a size (3GiB)")]
 Context = Annotated[int, typer.Option(min=0, max=LIMITS["context"][1], help="KV cache, tokens; 0: all positions")]
+KvDtype = Annotated[DType, typer.Option(help="of the KV cache; attention computes in float32")]
 Depth = Annotated[int, typer.Option(min=1, max=LIMITS["depth"][1], help="reads in flight")]
 PlacementMethod = Literal["chain", "clusters", "bisection", "spectral", "frequency", "shuffled", "own"]
 AnyDType = Literal["auto", "float32", "float16", "bfloat16"]
@@ -338,6 +339,7 @@ def ablate(
     window: Window = 4,
     dram: Dram = "50%",
     context: Context = 512,
+    kv_dtype: KvDtype = "float32",
     depth: Depth = 32,
     backend: Computes = "torch-cpu",
     seed: Seed = 0,
@@ -354,7 +356,7 @@ def ablate(
     opened = Store.open(store)
     trained = Predictors.load(predictors) if predictors else None
     rows = experiment.default_rows(trained)
-    run = _run(window, dram, context, depth, seed, draft, draft_tokens)
+    run = _run(window, dram, context, kv_dtype, depth, seed, draft, draft_tokens)
     if draft and trained:
         rows["all + speculative"] = experiment.beyond_rows(run)["all + speculative"]
     if ablation:
@@ -393,6 +395,7 @@ def generate(
     window: Window = 4,
     dram: Dram = "50%",
     context: Context = 512,
+    kv_dtype: KvDtype = "float32",
     depth: Depth = 32,
     backend: Computes = "torch-cpu",
     seed: Seed = 0,
@@ -405,7 +408,7 @@ def generate(
     settings = Ablation(**{"predictor": "low_rank" if predictors else "oracle", **ablation})
     if draft and not settings.speculative:
         raise typer.BadParameter("--draft is for --speculative; add it, or leave --draft out")
-    run = _run(window, dram, context, depth, seed, draft, draft_tokens)
+    run = _run(window, dram, context, kv_dtype, depth, seed, draft, draft_tokens)
     run = dataclasses.replace(run, prompt_neurons=prompt_neurons)
     with load(store, ablation=settings, predictors=predictors, run=run, backend=backend) as engine:
         record = stream(
@@ -470,9 +473,11 @@ def lab(
     os.execv(command[0], command)
 
 
-def _run(window: int, dram: str, context: int, depth: int, seed: int, draft: Path | None, draft_tokens: int) -> RunSpec:
+def _run(
+    window: int, dram: str, context: int, kv_dtype: DType, depth: int, seed: int, draft: Path | None, draft_tokens: int
+) -> RunSpec:
     return RunSpec(
-        window=window, dram=dram, context=context, depth=depth, seed=seed, draft=str(draft or ""),
+        window=window, dram=dram, context=context, kv_dtype=kv_dtype, depth=depth, seed=seed, draft=str(draft or ""),
         draft_tokens=draft_tokens,
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ def plan(
     window: Annotated[int | None, typer.Option(min=0, max=LIMITS["window"][1], help="the paper's k (picked)")] = None,
     depth: Annotated[int | None, typer.Option(min=1, max=LIMITS["depth"][1], help="reads in flight (picked)")] = None,
     context: Annotated[int, typer.Option(min=0, max=LIMITS["context"][1], help="KV cache, tokens; 0: all")] = 512,
+    kv_dtype: Annotated[DType, typer.Option(help="of the KV cache")] = "float32",
     tokens: Annotated[int, typer.Option(min=1, max=LIMITS["context"][1], help="after a prompt of 128")] = 256,
     threads: Annotated[int, typer.Option(min=0, max=LIMITS["compute_threads"][1], help="of the kernels; 0: all")] = 0,
     io: Annotated[IoEngine, typer.Option(help="reader engine that is measured")] = "threads",
@@ -42,8 +43,8 @@ def plan(
     with progress_bar("plan") as progress:
         record = run(
             model, dram=dram, dtype=dtype, predictors=predictors, reuse=reuse, flash=flash, store_dir=store_dir,
-            backend=backend, window=window, depth=depth, context=context, tokens=tokens, threads=threads, io=io,
-            seed=seed, progress=progress,
+            backend=backend, window=window, depth=depth, context=context, kv_dtype=kv_dtype, tokens=tokens,
+            threads=threads, io=io, seed=seed, progress=progress,
         )  # fmt: skip
     if json:
         write_json(json, record)

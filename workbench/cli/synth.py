@@ -10,6 +10,7 @@ import typer
 
 from workbench.cli.options import console, progress_bar, writable
 from workbench.experiments.geometries import GEOMETRIES
+from workbench.predictor.config import StoreDType
 from workbench.spec import LIMITS, DType
 
 
@@ -24,6 +25,7 @@ def synth(
     activation: Annotated[
         Literal["relu", "relu2"] | None, typer.Option(help="in place of that of a config.json")
     ] = None,
+    predictor_dtype: Annotated[StoreDType, typer.Option(help="of the predictors' factors")] = "int8",
     seed: Annotated[int, typer.Option(min=0, max=LIMITS["seed"][1], help="seed of every random choice")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="write the record here", callback=writable)] = None,
 ) -> None:
@@ -34,7 +36,7 @@ def synth(
     with progress_bar("synth") as progress:
         made = run(
             geometry, store, predictors=predictors, checkpoint=checkpoint, dtype=dtype, seed=seed, active=active,
-            predicted=predicted, activation=activation, progress=progress,
+            predicted=predicted, activation=activation, predictor_dtype=predictor_dtype, progress=progress,
             tell=lambda layer, row: print(_line(f"layer {layer:2d}", row), file=sys.stderr),
         )  # fmt: skip
     if json:

@@ -10,7 +10,7 @@ import typer
 
 from workbench.cli.options import Stages, console, directory, writable
 from workbench.errors import RecordError
-from workbench.spec import LIMITS, RunSpec
+from workbench.spec import LIMITS, DType, RunSpec
 
 
 def tables(
@@ -36,6 +36,7 @@ def tables(
     window: Annotated[int, typer.Option(min=0, max=LIMITS["window"][1], help="the paper's k, in tokens")] = 4,
     dram: Annotated[str | None, typer.Option(help="DRAM budget (50%; of the demo model 80%)")] = None,
     context: Annotated[int | None, typer.Option(min=0, max=LIMITS["context"][1], help="KV cache, tokens")] = None,
+    kv_dtype: Annotated[DType, typer.Option(help="of the KV cache; attention computes in float32")] = "float32",
     depth: Annotated[int, typer.Option(min=1, max=LIMITS["depth"][1], help="reads in flight")] = 32,
     draft: Annotated[Path | None, typer.Option(help="store of a draft model, for speculative decoding")] = None,
     backend: Annotated[str, typer.Option(help="of the rows that decode")] = "torch-cpu",
@@ -65,7 +66,7 @@ def tables(
         found = run(*wanted, records=record, out=folder or directory(OUT))
     else:
         given: dict[str, Any] = {"long_tokens": long_tokens} if long_tokens is not None else {}
-        settings = _run_spec(store is None, window, dram, context, depth, seed, draft)
+        settings = _run_spec(store is None, window, dram, context, kv_dtype, depth, seed, draft)
         with Stages() as stages:
             found = run(
                 *wanted, store=store, predictors=predictors, model=model, data=data, out=folder or directory(OUT),
@@ -82,12 +83,13 @@ def tables(
 
 
 def _run_spec(
-    demo: bool, window: int, dram: str | None, context: int | None, depth: int, seed: int, draft: Path | None
-) -> RunSpec:
+    demo: bool, window: int, dram: str | None, context: int | None, kv_dtype: DType, depth: int, seed: int,
+    draft: Path | None,
+) -> RunSpec:  # fmt: skip
     own: dict[str, Any] = {"dram": "80%", "context": 256} if demo else {}
     own |= {"dram": dram} if dram is not None else {}
     own |= {"context": context} if context is not None else {}
-    return RunSpec(window=window, depth=depth, seed=seed, draft=str(draft) if draft else "", **own)
+    return RunSpec(window=window, kv_dtype=kv_dtype, depth=depth, seed=seed, draft=str(draft) if draft else "", **own)
 
 
 def _show(found: Any, whole: bool) -> None:

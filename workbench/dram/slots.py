@@ -19,7 +19,7 @@ class Change(NamedTuple):
 
     rows: int32 [n], the slot of each predicted neuron; valid once the slots named in load_slots have been filled.
     load_ids, load_slots: int32 [m], neurons to bring and where. evicted: neurons that left. moves: int32 [moved, 2],
-    (from, to), slots that were copied to close a hole, before anything is loaded. trimmed: tokens whose neurons left
+    (from, to), slots that were copied to close a hole, before anything is loaded. trimmed: tokens of which neurons left
     inside the window, for want of slots.
     """
 
@@ -78,8 +78,9 @@ class Slots:
 
         predicted: int32 [n], sorted and unique. window: the paper's k; neurons predicted at any of the k tokens before
         this one are in DRAM, older ones leave before anything is looked up. When capacity would be exceeded, the
-        oldest tokens' neurons leave first, a whole token at a time. O(changed + n). ValueError, with nothing changed,
-        when n > capacity or the ids are not as said.
+        oldest tokens' neurons leave first, no more of them than have to. O(changed + n).
+
+        ValueError, with nothing changed, when n > capacity or the ids are not as said.
         """
         if window < 0:
             raise ValueError(f"window={window} is negative")
@@ -170,11 +171,13 @@ class ReferenceSlots:
         held = set().union(*(ids for _, ids in kept))
         resident = held | set(wanted)
         trimmed = 0
-        while len(resident) > self.capacity:
-            kept = kept[1:]
-            smaller = set(wanted).union(*(ids for _, ids in kept))
-            trimmed += len(smaller) < len(resident)
-            resident = smaller
+        while (excess := len(resident) - self.capacity) > 0:
+            (stamp, oldest), *others = kept
+            own = sorted(oldest - set(wanted).union(*(ids for _, ids in others)))
+            rest = {i for i in oldest if i > own[excess - 1]} if len(own) >= excess else set()
+            kept = [(stamp, rest), *others] if rest else others
+            trimmed += bool(own)
+            resident -= set(own[:excess])
         self._last_k_active = [*kept, (self._clock, set(wanted))]
         load = [i for i in wanted if i not in held]
         leaving = sorted((before - held) | (held - resident))

@@ -110,7 +110,7 @@ def plan_dram(
         budget_bytes=budget,
         resident_bytes=resident,
         predictor_bytes=predictors.nbytes if low_rank and predictors is not None else 0,
-        kv_bytes=cache_bytes(spec, context_tokens(store, run)),
+        kv_bytes=cache_bytes(spec, context_tokens(store, run), run.kv_dtype),
         scratch_bytes=max(1, scratch) * each,
         slot_bytes=each,
         slots=(),

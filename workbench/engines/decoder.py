@@ -45,7 +45,7 @@ class TransformersEngine(FlashEngine):
         return ffn
 
     def _new_cache(self, capacity: int) -> Any:
-        return new_cache(self.spec, capacity)
+        return new_cache(self.spec, capacity, self.run.kv_dtype)
 
     def _bias(self, name: str) -> np.ndarray[Any, Any] | None:
         stored = self.weights.extra.get(name)

@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
+from workbench.engines.layers import TORCH_DTYPES
 from workbench.models import family
-from workbench.spec import ModelSpec
+from workbench.spec import DType, ModelSpec
 
 
 class PreallocatedLayer(DynamicLayer):
-    """A cache layer of a fixed capacity. `update` copies only the new tokens' keys and values."""
+    """A cache layer of a fixed capacity, which keeps keys and values in a dtype of its own and gives them back in that
+    in which they come. `update` copies only the new tokens' keys and values."""
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, dtype: DType = "float32"):
         super().__init__()
-        self.capacity, self.length = capacity, 0
+        self.capacity, self.length, self.kept = capacity, 0, TORCH_DTYPES[dtype]
         self.storage: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(  # type: ignore[override]
@@ -26,14 +28,15 @@ class PreallocatedLayer(DynamicLayer):
         if self.storage is None:
             batch, heads, _, width = key_states.shape
             shape = (batch, heads, self.capacity, width)
-            self.storage = (key_states.new_empty(shape), value_states.new_empty(shape))
+            keys, values = (new.new_empty(shape, dtype=self.kept) for new in (key_states, value_states))
+            self.storage = keys, values
             self.is_initialized, self.dtype, self.device = True, key_states.dtype, key_states.device
         end = self.length + key_states.shape[-2]
         for store, new in zip(self.storage, (key_states, value_states), strict=True):
             store[:, :, self.length : end] = new
         self.length = end
         self.keys, self.values = (store[:, :, :end] for store in self.storage)
-        return self.keys, self.values
+        return self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -44,30 +47,32 @@ class PreallocatedLayer(DynamicLayer):
         if self.storage is not None:
             self.keys, self.values = (store[:, :, :length] for store in self.storage)
 
-    def resize(self, capacity: int) -> None:
-        """Room for `capacity` tokens, no fewer than there are; what is there stays."""
+    def resize(self, capacity: int, dtype: DType = "float32") -> None:
+        """Room for `capacity` tokens, no fewer than there are, kept in `dtype`; what is there stays."""
         if capacity < self.length:
             raise ValueError(f"capacity={capacity} is less than the {self.length} tokens that are there")
-        if self.storage is not None and capacity != self.capacity:
-            self.storage = tuple(_moved(old, self.length, capacity) for old in self.storage)  # type: ignore[assignment]
+        kept = TORCH_DTYPES[dtype]
+        if self.storage is not None and (capacity, kept) != (self.capacity, self.kept):
+            keys, values = (_moved(old, self.length, capacity, kept) for old in self.storage)
+            self.storage = keys, values
             if self.storage is not None and self.length:
                 self.keys, self.values = (store[:, :, : self.length] for store in self.storage)
-        self.capacity = capacity
+        self.capacity, self.kept = capacity, kept
 
     def reset(self) -> None:
         self.length = 0
         self.keys = self.values = None
 
 
-def _moved(old: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
-    new = old.new_empty((*old.shape[:2], capacity, old.shape[3]))
+def _moved(old: torch.Tensor, length: int, capacity: int, dtype: torch.dtype) -> torch.Tensor:
+    new = old.new_empty((*old.shape[:2], capacity, old.shape[3]), dtype=dtype)
     new[:, :, :length] = old[:, :, :length]
     return new
 
 
-def new_cache(spec: ModelSpec, capacity: int) -> Cache:
-    """An empty cache of `capacity` tokens for every layer."""
-    return Cache(layers=[PreallocatedLayer(capacity) for _ in range(spec.num_layers)])
+def new_cache(spec: ModelSpec, capacity: int, dtype: DType = "float32") -> Cache:
+    """An empty cache of `capacity` tokens for every layer, kept in `dtype`."""
+    return Cache(layers=[PreallocatedLayer(capacity, dtype) for _ in range(spec.num_layers)])
 
 
 def cache_argument(model: torch.nn.Module) -> str:
@@ -77,7 +82,7 @@ def cache_argument(model: torch.nn.Module) -> str:
     )
 
 
-def cache_bytes(spec: ModelSpec, capacity: int) -> int:
-    """Bytes of keys and values of `capacity` tokens in float32."""
+def cache_bytes(spec: ModelSpec, capacity: int, dtype: DType = "float32") -> int:
+    """Bytes of keys and values of `capacity` tokens."""
     heads, width = family(spec.model_type).kv_shape(spec)
-    return 2 * 4 * spec.num_layers * capacity * heads * width
+    return 2 * TORCH_DTYPES[dtype].itemsize * spec.num_layers * capacity * heads * width

@@ -269,7 +269,7 @@ class FlashEngine(TextEngine):
             for ffn in self.ffns:
                 ffn.slots = None
         for layer in self._cache_layers():
-            layer.resize(context_tokens(self.store, new.run))
+            layer.resize(context_tokens(self.store, new.run), new.run.kv_dtype)
         if old is None or old.ablation.hybrid != new.ablation.hybrid:
             self._bind_resident(shared, new.ablation.hybrid)
         low_rank = new.ablation.predictor == "low_rank"

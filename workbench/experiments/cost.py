@@ -251,8 +251,9 @@ class Reuse:
         """The longest window that was measured."""
         return self.points[-1][0]
 
-    def shares(self, used: float, window: int) -> tuple[float, float]:
-        """(kept, new) for a window of `window` tokens when a token uses the share `used` of a layer."""
+    def shares(self, used: float, window: float) -> tuple[float, float]:
+        """(kept, new) for a window of `window` tokens when a token uses the share `used` of a layer. With a part of a
+        token, the oldest one's neurons are there in part."""
         if used >= ALMOST_ALL:
             return 1.0, 0.0
         if window == 0:
@@ -265,12 +266,17 @@ class Reuse:
         now, then = (-math.expm1(n * math.log1p(-used)) for n in draws)
         return now, now - then
 
-    def window_within(self, used: float, window: int, capacity_share: float) -> int:
-        """The longest window, at most `window`, whose neurons are no more than that share of the layer; -1 if none."""
-        low, high = -1, window
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.shares(used, middle)[0] <= capacity_share else (low, middle - 1)
+    def window_within(self, used: float, window: int, capacity_share: float) -> float:
+        """The longest window, at most `window`, whose neurons are no more than that share of the layer: what is left
+        of the window when the oldest neurons leave for want of slots. -1 where one token's do not fit."""
+        if self.shares(used, 0)[0] > capacity_share:
+            return -1.0
+        if self.shares(used, window)[0] <= capacity_share:
+            return float(window)
+        low, high = 0.0, float(window)
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.shares(used, middle)[0] <= capacity_share else (low, middle)
         return low
 
 

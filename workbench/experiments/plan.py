@@ -38,10 +38,14 @@ ALL = "+ bundling (all)"
 ROWS: dict[str, Ablation] = {**PAPER_ROWS, "all + coalesce": dataclasses.replace(PAPER_ROWS[ALL], coalesce=True)}
 WINDOWS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 VARIATION = 1.1
-"""Slots that a layer needs over the mean number of neurons that its window keeps, since tokens differ."""
+"""Slots that a layer needs over the mean number of neurons that its window keeps, for the window to be cut short for
+none of the tokens, which differ."""
 LEAST_FILE = 16 << 20
 PROMPT = 128
 """Tokens before the first one that is planned for, the paper's."""
+KV_BYTES: dict[DType, int] = {"float32": 4, "float16": 4 + 6, "bfloat16": 4 + 6}
+"""What attention moves for each value of the KV cache: it reads float32, and what is kept in 16 bits is widened before:
+read and written."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -68,7 +72,7 @@ def count_token(model: Outline, ablation: Ablation, run: RunSpec, dram: DramPlan
             wanted = share * spec.d_ff
             held = new = wanted
             if ablation.windowing:
-                fits = use.reuse.window_within(share, run.window, capacity / VARIATION / spec.d_ff)
+                fits = use.reuse.window_within(share, run.window, capacity / spec.d_ff)
                 if fits >= 0:
                     held, new = (spec.d_ff * each for each in use.reuse.shares(share, fits))
             call = scattered_calls(new, spec, layout, ablation, run)
@@ -85,7 +89,7 @@ def count_token(model: Outline, ablation: Ablation, run: RunSpec, dram: DramPlan
         changed=loaded * (2 if ablation.windowing else 1),
         linear_bytes=model.linear_bytes,
         ffn_bytes=row * (predicted + min(active, predicted) * (layout.parts - 1)),
-        attention_bytes=2.0 * 4 * spec.num_layers * position * heads * width,
+        attention_bytes=2.0 * KV_BYTES[run.kv_dtype] * spec.num_layers * position * heads * width,
         predictor_bytes=use.nbytes if ablation.predictor == "low_rank" else 0,
         mode="sparse" if sparse else "dense" if ablation.hybrid else "streamed",
     )
@@ -132,6 +136,7 @@ def plan(
     window: int | None = None,
     depth: int | None = None,
     context: int = 512,
+    kv_dtype: DType = "float32",
     tokens: int = 256,
     threads: int = 0,
     io: IoEngine = "threads",
@@ -145,8 +150,8 @@ def plan(
     model: checkpoint directory, store, config.json or hub id. dram: the budget. dtype: of the store. predictors and
     reuse: of this model, else the paper's figures. flash: a fit or a record of `bench flash`, else flash is measured
     now, where the model is a store by its own file, else under `store_dir`. compute: else this machine is calibrated
-    now. window and depth: picked when None, as those that make 'all' fastest among those whose window fits. io: the
-    reader engine that is measured.
+    now. window and depth: picked when None, as those that make 'all' fastest; the window may be one that is cut short.
+    io: the reader engine that is measured.
 
     Raises BudgetError, with the least that works, DeviceError for a backend that cannot be predicted, CheckpointError,
     PredictorError, RecordError or StoreError, one line each.
@@ -158,7 +163,7 @@ def plan(
     use = use_of(shape, trained, reuse)
     fit = read_flash_fit(flash) if isinstance(flash, str | Path) else flash
     run = RunSpec(window=window if window is not None else 0, dram=dram, depth=depth or 32, context=context,
-                  compute_threads=threads, seed=seed)  # fmt: skip
+                  kv_dtype=kv_dtype, compute_threads=threads, seed=seed)  # fmt: skip
     plan_dram(shape, ROWS[ALL], use, run)  # refused now, not after the measurements
     position = min(PROMPT + tokens // 2, context_tokens(shape, run))
     if fit is None:
@@ -240,8 +245,7 @@ def choose(
         fits = window_fits(model, use, k, dram)
         need = window_bytes(model, use, each)
         windows.append({"window": k, "need_bytes": need, "fits": fits, "total_ms": price.total_ms})
-    able = [row for row in windows if row["fits"]] or windows[:1]
-    best = dataclasses.replace(run, window=min(able, key=lambda row: (row["total_ms"], row["window"]))["window"])
+    best = dataclasses.replace(run, window=min(windows, key=lambda row: (row["total_ms"], row["window"]))["window"])
     depths = []
     for count in flash.depths if depth is None else (depth,):
         depths.append({"depth": count, "total_ms": cost(dataclasses.replace(best, depth=count))[1].total_ms})

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,6 +43,7 @@ from workbench.flash.manifest import WEIGHT_FILES, canonical, file_sizes
 from workbench.flash.store import Progress, Store
 from workbench.models import family_of
 from workbench.predictor.card import SCHEMA as CARD_SCHEMA
+from workbench.predictor.config import StoreDType
 from workbench.predictor.fingerprint import fingerprint
 from workbench.predictor.low_rank import Predictors
 from workbench.spec import ITEMSIZE, DType, ModelSpec, format_bytes
@@ -77,6 +78,7 @@ def synth(
     active: float = 0.03,
     predicted: float = PUBLISHED["predicted"],
     activation: str | None = None,
+    predictor_dtype: StoreDType = "int8",
     progress: Progress | None = None,
     tell: Told | None = None,
 ) -> Synthesis:
@@ -84,14 +86,15 @@ def synth(
 
     geometry: a name of `geometries.GEOMETRIES`, a config.json, or its content. checkpoint: also write the dense model
     here, with the very weights of the store. dtype: of all weights. active, predicted: shares of the FFN, means over
-    the layers. activation: 'relu' or 'relu2' in place of the config's. progress(part, bytes done, bytes in all).
+    the layers. activation: 'relu' or 'relu2' in place of the config's. predictor_dtype: of the predictors' factors.
+    progress(part, bytes done, bytes in all).
 
     Memory is bounded by a layer, or by the embedding where a checkpoint is written. Interrupted or killed, the same
     call resumes; where all is there, it is only opened. Raises SpecError (geometry, shares), CheckpointError (a config
     that cannot be run), StoreError (no space, found before anything is written; `out` is something else; cannot be
     written) or PredictorError (`predictors` is something else).
     """
-    request = request_of(geometry, dtype, seed, active, predicted, activation)
+    request = request_of(geometry, dtype, seed, active, predicted, activation, predictor_dtype)
     store_path = _with_name(out)
     pred_path = _with_name(predictors) if predictors else store_path.with_name(store_path.name + "-predictors")
     dense_path = _with_name(checkpoint) if checkpoint else None
@@ -134,11 +137,14 @@ def request_of(
     active: float = 0.03,
     predicted: float = PUBLISHED["predicted"],
     activation: str | None = None,
+    predictor_dtype: StoreDType = "int8",
 ) -> Request:
     """What `synth` makes of its arguments. SpecError or CheckpointError as there."""
     name, config = ("custom", dict(geometry)) if isinstance(geometry, dict) else named(geometry)
     if dtype not in ITEMSIZE:
         raise SpecError(f"dtype {dtype!r} is not one of {', '.join(ITEMSIZE)}")
+    if predictor_dtype not in get_args(StoreDType):
+        raise SpecError(f"predictor_dtype {predictor_dtype!r} is not one of {', '.join(get_args(StoreDType))}")
     family = family_of(config)
     if activation is not None:
         if activation not in ("relu", "relu2"):
@@ -154,7 +160,7 @@ def request_of(
         raise SpecError(
             f"{name}: its config's activation leaves no neuron at zero; give --activation relu or relu2 in its place"
         ) from None
-    return Request(name, spec, dtype, seed, active, predicted)
+    return Request(name, spec, dtype, seed, active, predicted, predictor_dtype)
 
 
 class SyntheticSource:

@@ -25,7 +25,11 @@ import torch
 from workbench.errors import SpecError
 from workbench.models import family_of
 from workbench.models.family import FfnNames
+from workbench.predictor.config import StoreDType
+from workbench.predictor.initialise import Factors
 from workbench.predictor.low_rank import LayerPredictor
+from workbench.predictor.quantise import store as stored_factors
+from workbench.predictor.quantise import values as stored_values
 from workbench.spec import ModelSpec
 
 VERSION = 2
@@ -62,6 +66,7 @@ class Request:
     seed: int = 0
     active: float = 0.03
     predicted: float = 0.10
+    predictor_dtype: StoreDType = "int8"
 
     def __post_init__(self) -> None:
         if not 0 < self.active < self.predicted <= 0.5:
@@ -297,7 +302,14 @@ class Generator:
     def predictor(self, layer: int, facts: LayerFacts) -> LayerPredictor:
         """The layer's factors as a predictor."""
         a, b = self.factors(layer, facts.along, facts.spread, facts.offset)
-        return LayerPredictor(a.half().numpy(), b.half().numpy(), self.bias(layer).numpy(), facts.edge)
+        dtype = self.request.predictor_dtype
+        made = stored_factors(Factors(a, b, self.bias(layer)), dtype)
+        return LayerPredictor(made.a, made.b, made.bias, facts.edge, dtype, made.a_scale, made.b_scale)
+
+    def predicted(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors with the values that they have once they are stored as a predictor's."""
+        found = stored_values(Factors(a, b, torch.zeros(len(b))), self.request.predictor_dtype)
+        return found.a, found.b
 
     def bias(self, layer: int) -> torch.Tensor:
         """What the FFN adds to the activated matrix's product, float32 [d_ff]; zeros where the family has no bias."""

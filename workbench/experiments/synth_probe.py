@@ -98,7 +98,8 @@ class _Calibrated(nn.Module):
         scores += made.noise * made.normal(f"noise.{layer}", *scores.shape)
         offset = threshold - float(_quantile(scores, 1 - made.request.active * density))
         factors = a, b = made.factors(layer, along, spread, offset)
-        scores = (x[:, FROM:] @ a.T) @ b.T + bias
+        low, high = made.predicted(a, b)
+        scores = (x[:, FROM:] @ low.T) @ high.T + bias
         edge = float(_quantile(scores[0], 1 - made.request.predicted * density))
         base = _rms(x) if spec.config.get("do_layer_norm_before", True) is False else self.stream
         facts = LayerFacts(self.stream, along, spread, offset, 0.0, edge)

@@ -183,7 +183,7 @@ def _window_note(record: PlanRecord) -> str:
     needs = [f"k = {k} {size(need)}" for k, need, _, _ in record.windows if k in (0, PAPER_WINDOW, record.window)]
     tail = f"DRAM that a window needs: {', '.join(needs)} (reuse of {record.reuse_source})."
     if not record.window_fits:
-        return f"Window {record.window} does not fit and is cut short. {tail}"
+        return f"Window: {record.window}, cut short: its oldest neurons leave when there are no slots left. {tail}"
     longest = max(fitting)
     more = "the longest that was tried" if longest == record.windows[-1][0] else "longer ones are cut short"
     return f"Window: {record.window}; up to {longest} fit, {more}. {tail}"

@@ -17,7 +17,7 @@ from workbench.engines.mlx.families import ARCHITECTURES, Architecture, Linear, 
 from workbench.engines.mlx.kv import LayerCache
 from workbench.engines.mlx.positions import Alibi, Rotary, Step
 from workbench.models import family
-from workbench.spec import ModelSpec
+from workbench.spec import DType, ModelSpec
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -91,10 +91,10 @@ class Decoder:
         """Heads of the KV cache and the width of each. Heads that share a key are not repeated."""
         return self._parts.kv_heads, self._parts.width
 
-    def new_cache(self, capacity: int) -> list[LayerCache]:
-        """An empty cache of `capacity` tokens for every layer."""
+    def new_cache(self, capacity: int, dtype: DType = "float32") -> list[LayerCache]:
+        """An empty cache of `capacity` tokens for every layer, kept in `dtype`."""
         heads, width = self.kv_shape
-        return [LayerCache(heads, capacity, width) for _ in range(self.spec.num_layers)]
+        return [LayerCache(heads, capacity, width, dtype) for _ in range(self.spec.num_layers)]
 
     def embed(self, ids: mx.array, offset: int) -> mx.array:
         """The first layer's input [tokens, d_model] of `ids` [tokens], which follow `offset` others."""

@@ -108,7 +108,7 @@ class MlxEngine(FlashEngine):
         return CpuFFN(shared, layer, biases) if self.gpu is None else GpuFFN(shared, layer, biases, self.gpu)
 
     def _new_cache(self, capacity: int) -> Any:
-        return self.model.new_cache(capacity)
+        return self.model.new_cache(capacity, self.run.kv_dtype)
 
     def _cache_layers(self) -> Any:
         return self.cache or ()
