@@ -333,6 +333,9 @@ def ablate(
     predictors: PredictorsDir = None,
     prompt: Annotated[int, typer.Option(min=1, help="prompt tokens")] = 128,
     tokens: Annotated[int, typer.Option(min=4, help="tokens counted a row")] = 64,
+    row: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="only this row; may be given several times (the paper's)")
+    ] = None,
     row_seconds: Annotated[float, typer.Option(min=0, help="end a row after this long")] = 120.0,
     draft: DraftStore = None,
     draft_tokens: DraftTokens = 4,
@@ -357,7 +360,13 @@ def ablate(
     trained = Predictors.load(predictors) if predictors else None
     rows = experiment.default_rows(trained)
     run = _run(window, dram, context, kv_dtype, depth, seed, draft, draft_tokens)
-    if draft and trained:
+    if row:
+        known = rows | (experiment.beyond_rows(run) if trained else {})
+        wrong = [name for name in row if name not in known]
+        if wrong:
+            raise typer.BadParameter(f"--row {wrong[0]!r} is not one of {'; '.join(known)}")
+        rows = {name: known[name] for name in row}
+    elif draft and trained:
         rows["all + speculative"] = experiment.beyond_rows(run)["all + speculative"]
     if ablation:
         base = Ablation(predictor="low_rank" if trained else "oracle")

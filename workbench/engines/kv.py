@@ -15,12 +15,17 @@ from workbench.spec import DType, ModelSpec
 
 class PreallocatedLayer(DynamicLayer):
     """A cache layer of a fixed capacity, which keeps keys and values in a dtype of its own and gives them back in that
-    in which they come. `update` copies only the new tokens' keys and values."""
+    in which they come. `update` copies only the new tokens' keys and values.
+
+    at: int64 [1], where one token's are put, for the time that it is set. `update` then gives back all places, of which
+    those without a token hold zeros, or what was there before; `grow` says afterwards that the token is there.
+    """
 
     def __init__(self, capacity: int, dtype: DType = "float32"):
         super().__init__()
         self.capacity, self.length, self.kept = capacity, 0, TORCH_DTYPES[dtype]
         self.storage: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.at: torch.Tensor | None = None
 
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -28,9 +33,14 @@ class PreallocatedLayer(DynamicLayer):
         if self.storage is None:
             batch, heads, _, width = key_states.shape
             shape = (batch, heads, self.capacity, width)
-            keys, values = (new.new_empty(shape, dtype=self.kept) for new in (key_states, value_states))
+            keys, values = (new.new_zeros(shape, dtype=self.kept) for new in (key_states, value_states))
             self.storage = keys, values
             self.is_initialized, self.dtype, self.device = True, key_states.dtype, key_states.device
+        if self.at is not None:
+            for store, new in zip(self.storage, (key_states, value_states), strict=True):
+                store.index_copy_(2, self.at, new.to(store.dtype))
+            keys, values = self.storage
+            return keys.to(key_states.dtype), values.to(value_states.dtype)
         end = self.length + key_states.shape[-2]
         for store, new in zip(self.storage, (key_states, value_states), strict=True):
             store[:, :, self.length : end] = new
@@ -40,6 +50,10 @@ class PreallocatedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self.length
+
+    def grow(self) -> None:
+        """One token more is there, whose keys and values were put `at` its place."""
+        self.rewind(self.length + 1)
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -65,7 +79,7 @@ class PreallocatedLayer(DynamicLayer):
 
 
 def _moved(old: torch.Tensor, length: int, capacity: int, dtype: torch.dtype) -> torch.Tensor:
-    new = old.new_empty((*old.shape[:2], capacity, old.shape[3]), dtype=dtype)
+    new = old.new_zeros((*old.shape[:2], capacity, old.shape[3]), dtype=dtype)
     new[:, :, :length] = old[:, :, :length]
     return new
 

@@ -57,19 +57,19 @@ class Half:
 
 
 class Card:
-    """What the layers of an engine share. Arithmetic is in the stream that is torch's current one now; copies from the
-    host, and what puts them into slots, in a second one beside it.
+    """What the layers of an engine share. All is done in the order in which it is asked for: in the stream that is
+    torch's current one now or, within `apart`, in one of its own.
 
-    kernels: runs the Metal bodies, on tensors of `device`. On the CPU (emulation) there are no streams: all is done in
-    the order in which it is asked for.
+    kernels: runs the Metal bodies, on tensors of `device`. On the CPU (emulation) there are no streams.
     """
 
     def __init__(self, kernels: Machine, device: torch.device) -> None:
         self.machine, self.device = kernels, device
         self.on_gpu = device.type == "cuda"
         self._main = torch.cuda.current_stream(device) if self.on_gpu else None
-        self._copies = torch.cuda.Stream(device) if self.on_gpu else None
-        self._stream = self._main  # in which the card is asked for work at present
+        self._apart = torch.cuda.Stream(device) if self.on_gpu else None
+        self.graphs: Any = None
+        """TokenGraphs of the present setting, once a token has been taken by itself."""
         self.active: list[torch.Tensor] = []
         """Counts of neurons that fired, int32 [1], not yet read."""
         self.halves: tuple[Half, ...] = ()
@@ -158,43 +158,45 @@ class Card:
 
     def mark(self) -> torch.cuda.Event | None:
         """The present point of the current stream."""
-        if self._stream is None:
+        if self._main is None:
             return None
         event = torch.cuda.Event()
-        event.record(self._stream)
+        event.record(self._main)
         return event
 
     @contextmanager
-    def beside(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """What is asked for within the block is done in the stream of copies, not before `after`."""
-        if self._copies is None:
+    def apart(self) -> Iterator[None]:
+        """The arithmetic within the block is in a stream that can be recorded; it comes after all before the block."""
+        former = self._main
+        if former is None or self._apart is None:
             yield
             return
-        if after is not None:
-            self._copies.wait_event(after)
-        with torch.cuda.stream(self._copies):
-            self._stream = self._copies
+        self._apart.wait_stream(former)
+        with torch.cuda.stream(self._apart):
+            self._main = self._apart
             try:
                 yield
             finally:
-                self._stream = self._main
-
-    def join(self) -> None:
-        """What the current stream is asked for from now on comes after all copies so far."""
-        if self._main is not None and self._copies is not None:
-            self._main.wait_stream(self._copies)
+                former.wait_stream(self._apart)
+                self._main = former
 
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
         """The card's time for what is asked for within the block, in the stream in which it is; see `settle`."""
-        if self._stream is None:
+        if self._main is None:
             yield
             return
         began, ended = (self._events.pop() if self._events else torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record(self._stream)
+        began.record(self._main)
         yield
-        ended.record(self._stream)
+        ended.record(self._main)
         self._spans.append((part, began, ended))
+
+    @contextmanager
+    def timed(self, part: str, clock: StepClock) -> Iterator[None]:
+        """As `span`, from when the host begins to ask; without a card, the host's time. Not within another part's."""
+        with clock.time(part) if self._main is None else self.span(part):
+            yield
 
     def settle(self, clock: StepClock) -> None:
         """Count the spans so far, once the card has done all; and what was still to be read of the counts."""
@@ -211,6 +213,6 @@ class Card:
     def close(self) -> None:
         """Give back the memory."""
         self.forget()
-        self.halves, self._lists, self._listed = (), None, None
+        self.halves, self._lists, self._listed, self.graphs = (), None, None, None
         if self.on_gpu:
             torch.cuda.empty_cache()

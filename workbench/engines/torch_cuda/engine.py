@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import warnings
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from workbench.ablation import Ablation
-from workbench.engines.budget import DramPlan, check_gpu_memory
+from workbench.engines.budget import DramPlan, check_gpu_memory, context_tokens
 from workbench.engines.decoder import TransformersEngine
 from workbench.engines.ffn import FlashFFN, Shared
 from workbench.engines.resident import ResidentWeights
 from workbench.engines.setting import Setting
 from workbench.engines.torch_cuda.card import Card, Pinned
 from workbench.engines.torch_cuda.ffn import CardFFN, CardPredictor
+from workbench.engines.torch_cuda.graphs import TokenGraphs, recordable
 from workbench.engines.torch_cuda.weights import CardLinear, CardWeights
 from workbench.flash.store import Store
 from workbench.kernels.metal.kernel import Machine
@@ -26,8 +29,9 @@ from workbench.spec import RunSpec
 class TorchCudaEngine(TransformersEngine):
     """Runs a store on a card: resident weights, predictors, KV cache and slots in its memory, the Metal bodies as CUDA.
 
-    Flash is read into pinned memory of the host. mem is the host's work on slots and lists, and the card's on copies
-    and scatters; the plan's scratch is there twice, on the host and on the card.
+    Flash is read into pinned memory of the host, from where the card scatters it to slots. mem is the host's work on
+    slots and lists, and the card's on moves and scatters that no read hides. The plan's scratch is there twice, on the
+    host and on the card. One token is launched as CUDA graphs where its operations are always the same (`graphs`).
 
     kernels: what runs the Metal bodies. With others than the card's, all tensors are on the CPU (emulation).
     """
@@ -43,6 +47,7 @@ class TorchCudaEngine(TransformersEngine):
         kernels: Machine | None = None,
     ):
         self.card = Card(kernels or TorchMachine(), torch.device("cuda" if kernels is None else "cpu"))
+        self._predictor_s = 0.0
         super().__init__(store, ablation, predictors, run)
 
     def check(self, setting: Setting) -> DramPlan:
@@ -52,6 +57,7 @@ class TorchCudaEngine(TransformersEngine):
         return plan
 
     def close(self) -> None:
+        self._drop_graphs()
         super().close()
         self.card.close()
 
@@ -59,6 +65,7 @@ class TorchCudaEngine(TransformersEngine):
 
     def _begin(self) -> None:
         super()._begin()
+        self._recordable = recordable(self.model.config)
         rotary = getattr(self.model.base_model, "rotary_emb", None)
         if rotary is not None:  # the one part with buffers of its own
             rotary.to(self.card.device)
@@ -81,13 +88,82 @@ class TorchCudaEngine(TransformersEngine):
     def _pack(self, layer: LayerPredictor) -> Any:
         return CardPredictor(layer, self.card)
 
+    def reset(self) -> None:
+        self._drop_graphs()  # they are of the KV cache that goes
+        super().reset()
+
+    def _set_up(self, new: Setting) -> None:
+        self._drop_graphs()
+        super()._set_up(new)
+
     def _logits(self, ids: list[int], keep: int) -> torch.Tensor:
         card = self.card
         card.forget()
-        logits = self._run_model(torch.tensor([ids], device=card.device), keep)
+        if len(ids) == 1 and self._as_graphs():
+            with card.apart():
+                return self._found(self._by_graphs(ids[0]))
+        return self._found(self._run_model(torch.tensor([ids], device=card.device), keep))
+
+    def _drop_graphs(self) -> None:
+        """Record anew from the next token on. All of them goes now: while others are recorded, pinned memory cannot."""
+        for ffn in cast(list[CardFFN], self.ffns):
+            ffn.recorded = None
+        if self.card.graphs is not None:
+            self.card.graphs.close()
+            self.card.graphs = None
+
+    def _as_graphs(self) -> bool:
+        """Whether a token is the same operations each time, so that it can be recorded."""
+        ablation = self.shared.ablation
+        same = ablation.predictor == "low_rank" and ablation.hybrid and self.shared.prompt != "dense"
+        return self.card.on_gpu and same and self._recordable
+
+    def _by_graphs(self, token: int) -> torch.Tensor:
+        card, layers = self.card, self._cache_layers()
+        if card.graphs is None:
+            capacity = context_tokens(self.store, self.run)
+            card.graphs = TokenGraphs(card, len(self.ffns), self.spec.d_ff, capacity)
+        graphs: TokenGraphs = card.graphs
+        graphs.given(token, self.position, [ffn.margin for ffn in self.ffns])
+        if graphs.whole:
+            self.clock.seconds["predictor"] += self._predictor_s
+            logits = graphs.launch(cast(list[CardFFN], self.ffns))
+        else:
+            try:
+                with graphs.fixed(layers):
+                    run = functools.partial(self._run_fixed, graphs)
+                    logits = graphs.record(run) if graphs.tokens else run()
+            except RuntimeError as error:
+                self._recordable = False
+                why = (str(error).splitlines() or [type(error).__name__])[0]
+                warnings.warn(
+                    f"torch-cuda: {self.spec.model_type} cannot be recorded as CUDA graphs ({why}), so its operations "
+                    "are asked for one by one, which is slower",
+                    stacklevel=2,
+                )
+                return self._run_model(graphs.ids.clone(), 1)
+        graphs.tokens += 1
+        for layer in layers:
+            layer.grow()
+        return logits
+
+    def _run_fixed(self, graphs: TokenGraphs) -> torch.Tensor:
+        given = {"use_cache": True, "logits_to_keep": 1, self._cache_argument: self.cache}
+        with torch.no_grad():
+            found = self.model(
+                input_ids=graphs.ids, attention_mask=graphs.mask(), position_ids=graphs.position[None], **given
+            )
+        return found.logits[0].float()
+
+    def _found(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits on the host, once the card has done all."""
+        card = self.card
         fired = torch.stack(card.active).sum() if card.active else torch.zeros(1, dtype=torch.int64)
         with self.clock.wait():
             found = logits.cpu()
             self.clock.active += int(fired)
+        before = self.clock.seconds["predictor"]
         card.settle(self.clock)
+        if card.graphs is not None and card.graphs.tokens == 2:  # recorded just now: what predictors take by themselves
+            self._predictor_s = self.clock.seconds["predictor"] - before
         return found

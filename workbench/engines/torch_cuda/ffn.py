@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from workbench.engines.few import passes, take_in
 from workbench.engines.ffn import Biases, FlashFFN, Shared, found_in, widened
 from workbench.engines.layers import FEW_TOKENS
 from workbench.engines.torch_cuda.card import Card, Half
+from workbench.engines.torch_cuda.graphs import TokenGraphs
 from workbench.kernels.metal.predictor import predict
 from workbench.kernels.metal.slots import insert, move
 from workbench.kernels.metal.sparse_ffn import Record, sparse_ffn
@@ -31,10 +32,11 @@ class CardPredictor:
         self._bias, self._threshold = card.array(layer.bias), card.array(np.array([layer.threshold], np.float32))
         self._scales = [None if scale is None else card.array(scale) for scale in (layer.a_scale, layer.b_scale)]
 
-    def ids(self, x: torch.Tensor, margin: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def ids(self, x: torch.Tensor, margin: float | torch.Tensor = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
         """(sorted ids uint32 [d_ff], how many of them count uint32 [1]) for one token's input [d_model], `margin` above
         the threshold."""
-        threshold = self._threshold + margin if margin else self._threshold
+        given = isinstance(margin, torch.Tensor) or margin
+        threshold = self._threshold + margin if given else self._threshold
         a_scale, b_scale = self._scales
         return predict(
             self._card.machine, x, self._a, self._b, self._bias, threshold,
@@ -48,12 +50,21 @@ class CardPredictor:
         return ~(scores <= self._threshold)  # true of NaN, which has to show
 
 
+class _Recorded(NamedTuple):
+    """What a layer's part between two graphs reads and writes: its input and output [d_model], its lists."""
+
+    graphs: TokenGraphs
+    row: torch.Tensor
+    out: torch.Tensor
+    places: list[tuple[int, int]]
+
+
 class CardFFN(FlashFFN):
     """The FFN of one layer, its slots in the card's memory.
 
     For a token, the card is waited for once: for the lists of predicted neurons. While flash is read, it computes those
-    that the window holds; what was read goes there in one copy and one scatter, in a stream of its own. What depends on
-    the number of neurons is data: nothing is compiled anew.
+    that the window holds; what was read it takes from pinned memory of the host straight to slots, in one launch. What
+    depends on the number of neurons is data: nothing is compiled anew.
     """
 
     def __init__(self, shared: Shared, layer: int, biases: Biases, card: Card):
@@ -67,6 +78,7 @@ class CardFFN(FlashFFN):
         self._guess = self.all_ids[:0]
         self._dense_biases: Any = None  # of all neurons, as they are read: the biases that they are of, and them
         self._copied: Any = None  # when what was read ahead has been taken from its buffer
+        self.recorded: _Recorded | None = None
 
     # memory
 
@@ -76,11 +88,11 @@ class CardFFN(FlashFFN):
         return Slots(shared.store.spec.d_ff, capacity, shared.slot_bytes, self.biases.first, np.zeros(0, np.uint8))
 
     def _fill(self, ids: Array, slots: Slots) -> None:
-        self._bring(ids, self.card.numbers(len(ids)), None, sequential=True)
-        self.card.join()
+        self._bring(ids, self.card.numbers(len(ids)), sequential=True)
 
-    def _bring(self, ids: Array, places: torch.Tensor, after: Any, *, sequential: bool = False) -> None:
-        """Neurons from flash to slots, in the stream of copies. places: uint32 [at least len(ids)], on the card."""
+    def _bring(self, ids: Array, places: torch.Tensor, *, sequential: bool = False) -> None:
+        """Neurons from flash to slots, which the card takes from the host's memory by itself. places: uint32 [at least
+        len(ids)], on the card."""
         card, width = self.card, self.shared.slot_bytes
         size = len(card.halves[0].bytes) // width
         for at in range(0, len(ids), size):
@@ -88,11 +100,9 @@ class CardFFN(FlashFFN):
             with self.shared.clock.time("mem"):
                 half = card.half()
             self._fetch(part, self.all_ids[: len(part)], half.bytes, sequential=sequential)
-            with self.shared.clock.time("mem"), card.beside(after), card.span("mem"):
-                half.device[: len(part) * width].copy_(half.host[: len(part) * width], non_blocking=True)
-                insert(
-                    card.machine, self._matrix, width, half.device, places[at : at + len(part)], card.count(len(part))
-                )
+            last = at + size >= len(ids)  # the others' way is hidden by the next read
+            with card.timed("mem", self.shared.clock) if last else self.shared.clock.time("mem"):
+                insert(card.machine, self._matrix, width, half.host, places[at : at + len(part)], card.count(len(part)))
                 half.free = card.mark()
 
     def _biases_there(self) -> tuple[Any, Any, Any]:
@@ -121,6 +131,8 @@ class CardFFN(FlashFFN):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
+        if self.card.graphs is not None and self.card.graphs.recording:
+            return self._as_graph(rows[0], self.card.graphs).view(x.shape)
         if self.shared.ablation.predictor == "off":
             out = self._dense_rows(rows) if len(rows) <= FEW_TOKENS else self._prompt(rows)
         elif len(rows) == 1:
@@ -139,24 +151,60 @@ class CardFFN(FlashFFN):
     def _listed(self, row: torch.Tensor) -> Array:
         """The neurons to compute for one token, sorted, and the next layer's as they look from here: the one thing that
         is waited for."""
-        following = self._following if self.shared.ahead is not None else None
-        guess = None
-        if isinstance(following, CardFFN) and self.residual is not None:
-            guess = following.norm(self.residual).reshape(-1).contiguous()
+        following, guess = self._ahead_of()
         if self.shared.ablation.predictor == "oracle":
             own = self._true(row[None])[0]
-            if guess is not None and isinstance(following, CardFFN):
+            if following is not None and guess is not None:
                 self._guess = following._true(guess[None])[0]
             return own
         predictor: Any = self.predictor
         with self.card.span("predictor"):
             lists = [predictor.ids(row)]
-            if guess is not None and isinstance(following, CardFFN):
+            if following is not None and guess is not None:
                 ahead: Any = following.predictor
                 lists.append(ahead.ids(guess, following.margin))
         found = self.card.fetch(lists, self.shared.clock)
         self._guess = found[-1]
         return found[0]
+
+    def _ahead_of(self) -> tuple[CardFFN | None, torch.Tensor | None]:
+        """With prefetch, the next layer's FFN and its input [d_model] if nothing were added to the residual stream."""
+        following = self._following if self.shared.ahead is not None else None
+        if not isinstance(following, CardFFN) or self.residual is None:
+            return None, None
+        return following, following.norm(self.residual).reshape(-1).contiguous()
+
+    # a token as graphs
+
+    def _as_graph(self, row: torch.Tensor, graphs: TokenGraphs) -> torch.Tensor:
+        """The FFN where a token is recorded: its lists belong to the graph before it, its biases to the one after."""
+        predictor: Any = self.predictor
+        following, guess = self._ahead_of()
+        lists = [predictor.ids(row)]
+        if following is not None and guess is not None:
+            ahead: Any = following.predictor
+            lists.append(ahead.ids(guess, graphs.margins[following.layer]))
+        out = torch.zeros_like(row)
+        self.recorded = _Recorded(graphs, row, out, graphs.list_out(lists))
+
+        def run() -> None:
+            with self.card.span("predictor"):  # by itself, for what it takes
+                predictor.ids(row)
+            self.between_graphs()
+
+        graphs.cut(run)
+        down = self._biases_there()[2]
+        return out if down is None else out + down
+
+    def between_graphs(self) -> None:
+        """What follows the graph that lists this layer's neurons and comes before the next."""
+        recorded = self.recorded
+        assert recorded is not None
+        with self.shared.clock.wait():
+            self.card.wait()
+        found = recorded.graphs.listed(recorded.places)
+        self._guess = found[-1]
+        recorded.out.copy_(self._some(recorded.row, found[0]))
 
     def _guessed(self, following: FlashFFN) -> Array:
         if self._copied is not None:  # the buffer is about to be written again
@@ -200,16 +248,14 @@ class CardFFN(FlashFFN):
                     *self._up_by_slot(slots),
                 ]
             )
-            self._move(sources, targets, len(change.moves))
-            moved = card.mark()
+        self._move(sources, targets, len(change.moves))
         biases = bias, up[0] if up else None
         out = self._sum_of(row, self._matrix, kept_rows, card.count(len(kept)), *biases)
         if len(at):
-            self._put_landed(held_at, loaded[: len(at)], moved)
-        self._bring(change.load_ids[~here], loaded[len(at) :], moved)
+            self._put_landed(held_at, loaded[: len(at)])
+        self._bring(change.load_ids[~here], loaded[len(at) :])
         self._look_ahead()
         if len(places):
-            card.join()
             out = out + self._sum_of(row, self._matrix, loaded, card.count(len(places)), *biases)
         clock.loaded += len(places)
         clock.window_trims += change.trimmed
@@ -221,16 +267,16 @@ class CardFFN(FlashFFN):
     def _move(self, sources: torch.Tensor, targets: torch.Tensor, count: int) -> None:
         """Close holes: slots to slots."""
         if count:
-            with self.card.span("mem"):
+            with self.card.timed("mem", self.shared.clock):
                 move(self.card.machine, self._matrix, self.shared.slot_bytes, sources, targets, self.card.count(count))
 
-    def _put_landed(self, held_at: torch.Tensor, places: torch.Tensor, after: Any) -> None:
+    def _put_landed(self, held_at: torch.Tensor, places: torch.Tensor) -> None:
         """What was read ahead, to its slots: all of it in one copy, then those neurons that are needed."""
         card, width, arrived = self.card, self.shared.slot_bytes, self._arrived
         assert arrived is not None
         assert self._matrix is not None
         nbytes = len(arrived.ids) * width
-        with self.shared.clock.time("mem"), card.beside(after), card.span("mem"):
+        with card.timed("mem", self.shared.clock):
             there = torch.from_numpy(arrived.buffer[:nbytes]).to(card.device, non_blocking=True).view(-1, width)
             rows = self._matrix.view(-1, width)
             rows[places.view(torch.int32).long()] = there[held_at.view(torch.int32).long()]
@@ -266,12 +312,10 @@ class CardFFN(FlashFFN):
                 [slot_of[load], slots.bias[: slots.num_used], *(slot_of[own] for own in ids),
                  *(part for change in changes for part in change.moves.T), *self._up_by_slot(slots)]
             )  # fmt: skip
-            for i, change in enumerate(changes):
-                sources, targets = rest[len(ids) + 2 * i :][:2]
-                self._move(sources, targets, len(change.moves))
-            moved = card.mark()
-        self._bring(load, places, moved)
-        card.join()
+        for i, change in enumerate(changes):
+            sources, targets = rest[len(ids) + 2 * i :][:2]
+            self._move(sources, targets, len(change.moves))
+        self._bring(load, places)
         biases = bias, None if self.biases.up is None else rest[-1]
         for i, own in enumerate(ids):
             out[first + i] += self._sum_of(rows[first + i], self._matrix, rest[i], card.count(len(own)), *biases)
@@ -318,7 +362,7 @@ class CardFFN(FlashFFN):
         self._fetch(ids, self.all_ids[: len(ids)], half.bytes, sequential=sequential)
         clock.loaded += len(ids)
         nbytes = len(ids) * self.shared.slot_bytes
-        with clock.time("mem"), card.span("mem"):
+        with clock.time("mem"):  # the copy itself is hidden by the next read
             half.device[:nbytes].copy_(half.host[:nbytes], non_blocking=True)
             half.free = card.mark()
         return half
@@ -365,9 +409,8 @@ class CardFFN(FlashFFN):
         slots, width, matrix = self.slots, self.shared.slot_bytes, self._matrix
         assert slots is not None
         assert matrix is not None
-        with self.shared.clock.time("mem"):
+        with self.shared.clock.time("mem"):  # the copy itself is hidden by the next read
             at, here = found_in(block, slots.pointer[: slots.num_used])
             if len(at):
                 source, target = (torch.from_numpy(part).to(self.card.device) for part in (at, np.flatnonzero(here)))
-                with self.card.span("mem"):
-                    matrix.view(-1, width)[target] = held.view(-1, width)[source]
+                matrix.view(-1, width)[target] = held.view(-1, width)[source]

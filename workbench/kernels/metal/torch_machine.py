@@ -106,7 +106,8 @@ class TorchMachine:
             launch = self._launches[key] = self._launch(kernel, template)
         values, at = launch.values, 0
         for value, wanted in zip(inputs, launch.input_types, strict=True):
-            if value.dtype != wanted or not value.is_cuda or not value.is_contiguous():
+            there = value.is_cuda or value.is_pinned()  # the card reads pinned memory of the host where it lies
+            if value.dtype != wanted or not there or not value.is_contiguous():
                 name = kernel.inputs[at][0]
                 raise ValueError(f"{kernel.name}: {name} is not a contiguous array of {wanted} on the card")
             values[at] = value.data_ptr()
