@@ -146,7 +146,7 @@ def main() -> int:
         "benchmark": "speculative_gain", "machine": machine(store.path, device_of(args.backend)),
         "run": run_info(
             model_name(store), store.spec, store.dtype, tokens=args.tokens, io=best.io, window=args.window,
-            dram=args.dram, seed=args.seed, backend=args.backend,
+            dram=args.dram, seed=args.seed, predictors=args.predictors.name, backend=args.backend,
         ),
         "draft": "scripted: proposes the greedy text, right as often as asked, costs nothing",
         "paper_gain": PAPER_GAIN, "one_by_one": usual, "rows": rows,

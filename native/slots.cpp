@@ -45,6 +45,7 @@ const SlotChange& SlotTable::update(const int32_t* predicted, int64_t count, int
   holes_.clear();
   ++clock_;
   // Before anything is looked up: the window is the k tokens before this one, not one more.
+  if (!tokens_.empty() && tokens_.front().stamp == kNever) drop_oldest(INT64_MAX);
   if (window >= 0) {
     while (!tokens_.empty() && tokens_.front().stamp < clock_ - window) drop_oldest(INT64_MAX);
   }

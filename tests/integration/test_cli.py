@@ -79,6 +79,20 @@ def test_convert_verify_generate_ablate(tmp_path: Path) -> None:
     assert [row["name"] for row in rows][-1] == "asked for"
     assert rows[-1]["ablation"]["windowing"] is False
     assert not record.with_name("ablation.json.partial").exists()
+    asked = (
+        "ablate", store, "--data", assets.path("data/text"), "--predictors", assets.path("predictors/demo-model"),
+        "--dram", "90%", "--prompt", "16", "--tokens", "4",
+    )  # fmt: skip
+    done = run(*asked, "--row", "all + coalesce, prefetch", "--row", "naive", "--json", record)
+    assert done.returncode == 0, done.stderr
+    assert [row["name"] for row in json.loads(record.read_text())["rows"]] == ["all + coalesce, prefetch", "naive"]
+    for wrong, said in (
+        (("--row", "everything"), "'everything' is not one of"),
+        (("--row", "naive", "--draft", store), "--draft is for the row"),
+    ):
+        done = run(*asked, *wrong)
+        assert done.returncode == 2
+        assert said in done.stderr
 
 
 def test_bench_flash(demo_store: Store, tmp_path: Path) -> None:

@@ -149,9 +149,10 @@ def test_more_dram_is_a_longer_window_and_never_slower(opt_6_7b: Path) -> None:
     assert totals == sorted(totals, reverse=True)
     for record in records:
         picked = next(row for row in record["windows"] if row["window"] == record["window"])
-        assert picked["total_ms"] == min(row["total_ms"] for row in record["windows"])
+        least = min(row["total_ms"] for row in record["windows"])
+        assert picked["total_ms"] <= 1.001 * least
         shorter = [row for row in record["windows"] if row["window"] < record["window"]]
-        assert all(row["total_ms"] > picked["total_ms"] for row in shorter)
+        assert all(row["total_ms"] > 1.001 * least for row in shorter)
         for row in record["windows"]:
             off = record["dram"]["budget_bytes"] - row["need_bytes"]
             assert row["fits"] == (off >= 0) or abs(off) <= record["model_bytes"] / 1000

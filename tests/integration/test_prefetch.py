@@ -57,6 +57,24 @@ def test_logits_and_neurons_are_the_same(
     assert sum(s.wasted for s in stats) < sum(s.prefetched for s in stats)  # some guesses were right
 
 
+@pytest.mark.parametrize("predictor", ["low_rank", "oracle"])
+def test_more_neurons_than_slots(
+    demo_store: Store, demo_text: np.ndarray, demo_predictors: Predictors, predictor: Any
+) -> None:
+    """A token's neurons come in parts: the next layer's are read ahead once the last of them has been taken."""
+    text, runs = demo_text[:16].tolist(), []
+    for ahead in (False, True):
+        with open_engine(demo_store, Ablation(predictor=predictor, prefetch=ahead), demo_predictors, RUN) as engine:
+            for ffn in engine.ffns:
+                ffn.set_slots(72)
+            runs.append([engine.step(token) for token in text])
+    for (wanted, before), (found, after) in zip(*runs, strict=True):
+        assert (found - wanted).abs().max() < 1e-4
+        assert before.predicted == after.predicted
+    assert max(stats.predicted for _, stats in runs[0]) > 2 * 72 * demo_store.spec.num_layers
+    assert sum(stats.prefetched for _, stats in runs[1]) > sum(stats.wasted for _, stats in runs[1]) > 0
+
+
 def test_the_buffer_is_in_the_plan(demo_store: Store, demo_predictors: Predictors) -> None:
     with open_engine(demo_store, ON, demo_predictors, RUN) as engine:
         assert engine.plan.ahead_bytes == demo_store.spec.d_ff // 8 * engine.plan.slot_bytes

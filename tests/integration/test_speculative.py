@@ -17,7 +17,7 @@ from tiny_models import make_opt, make_tiny
 
 from workbench import assets
 from workbench.ablation import PAPER_ROWS, Ablation
-from workbench.engines.speculative import plan_draft
+from workbench.engines.speculative import DraftModel, plan_draft
 from workbench.engines.torch_cpu import TorchCpuEngine
 from workbench.errors import AblationError, BudgetError, DraftError, StoreError, WorkbenchError
 from workbench.experiments.ablate import ablate, beyond_rows
@@ -279,6 +279,19 @@ def test_what_cannot_draft_is_refused_in_one_line(stores: dict[str, Store], demo
         draft_of_it.propose = lambda text, count: [96] * count  # type: ignore[method-assign]
         with pytest.raises(DraftError, match="vocabulary"):
             list(engine.generate(PROMPT, 4))
+
+
+def test_the_drafts_kv_cache_is_of_the_dtype_that_is_asked_for(stores: dict[str, Store]) -> None:
+    run = dataclasses.replace(RUN, draft=str(stores["draft"].path))
+    speculative = dataclasses.replace(ORACLE, speculative=True)
+    with TorchCpuEngine(stores["opt"], speculative, None, run) as engine:
+        for dtype in ("float32", "bfloat16", "float32"):
+            engine.run = dataclasses.replace(run, kv_dtype=dtype)  # type: ignore[arg-type]
+            engine.settle()
+            draft = engine._drafting.draft
+            assert isinstance(draft, DraftModel)
+            assert draft.engine.run.kv_dtype == dtype
+            assert engine.plan.draft_bytes == draft.nbytes == draft.engine.plan.total
 
 
 def test_a_draft_with_a_short_context_stops_drafting(tmp_path: Path, stores: dict[str, Store]) -> None:

@@ -159,6 +159,22 @@ def test_an_interrupted_run_goes_on(at: str, made: tuple[Path, Synthesis], tmp_p
     assert not [path.name for path in tmp_path.iterdir() if "partial" in path.name]
 
 
+def test_the_predictors_dtype_is_no_part_of_the_weights(made: tuple[Path, Synthesis], tmp_path: Path) -> None:
+    other = synth(TINY["opt"], made[0] / "store", predictors=tmp_path / "half", predictor_dtype="float16")
+    assert other.store.digest == made[1].store.digest
+    layers = [(low, high) for low, high in zip(made[1].predictors.layers, other.predictors.layers, strict=True)]
+    assert {(low.stored, high.stored) for low, high in layers} == {("int8", "float16")}
+    for low, high in layers:
+        assert 1.9 < high.a.nbytes / low.a.nbytes < 2.1
+        x = np.random.default_rng(0).standard_normal(low.a.shape[1]).astype(np.float32)
+        spread = np.abs(high.scores(x)).max()
+        assert np.abs(low.scores(x) - high.scores(x)).max() < 0.03 * spread
+    with pytest.raises(PredictorError, match="already holds other predictors"):
+        synth(TINY["opt"], made[0] / "store", predictors=tmp_path / "half")
+    with pytest.raises(SpecError, match="predictor_dtype 'int4' is not one of int8, float16, float32"):
+        request_of(TINY["opt"], predictor_dtype="int4")  # type: ignore[arg-type]
+
+
 def test_what_is_there_is_opened_and_what_is_missing_is_made(made: tuple[Path, Synthesis], tmp_path: Path) -> None:
     shutil.copytree(made[0], tmp_path / "all")
     root = tmp_path / "all"

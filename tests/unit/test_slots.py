@@ -119,6 +119,17 @@ def test_admitted_tokens_count_as_tokens_of_the_window(kind: type[AnySlots]) -> 
     assert slots.ids().tolist() == [1, 2, 3]
 
 
+def test_what_text_taken_back_left_goes_first_even_where_nothing_ages(kind: type[AnySlots]) -> None:
+    slots = make(kind, 20, 6)
+    step(slots, ids(0, 1), 4)
+    step(slots, ids(2, 3), 4)
+    slots.rewind(1)
+    change = slots.admit(ids(3, 4))
+    fill(slots, change)
+    assert (change.load_ids.tolist(), change.evicted, change.trimmed) == ([3, 4], 2, 0)
+    assert slots.ids().tolist() == [0, 1, 3, 4]
+
+
 def test_clear_forgets(kind: type[AnySlots]) -> None:
     slots = make(kind, 20, 10)
     step(slots, ids(0, 5), 4)

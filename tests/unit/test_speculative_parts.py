@@ -83,7 +83,7 @@ def test_rewinding_slot_for_slot_as_the_reference(seed: int) -> None:
         else:
             predicted = np.sort(rng.choice(d_ff, rng.integers(0, 15), replace=False)).astype(np.int32)
             window, since = int(rng.integers(0, 8)), min(8, since + 1)
-            changes = [slots.update(predicted, window) for slots in pair]
+            changes = [slots.admit(predicted) if action < 0.3 else slots.update(predicted, window) for slots in pair]
             for slots, change in zip(pair, changes, strict=True):
                 fill(slots, change)
                 check(slots, predicted, change)

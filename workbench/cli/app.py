@@ -365,6 +365,8 @@ def ablate(
         wrong = [name for name in row if name not in known]
         if wrong:
             raise typer.BadParameter(f"--row {wrong[0]!r} is not one of {'; '.join(known)}")
+        if draft and "all + speculative" not in row:
+            raise typer.BadParameter("--draft is for the row 'all + speculative'; add it, or leave --draft out")
         rows = {name: known[name] for name in row}
     elif draft and trained:
         rows["all + speculative"] = experiment.beyond_rows(run)["all + speculative"]

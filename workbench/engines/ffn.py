@@ -108,6 +108,7 @@ class FlashFFN(nn.Module):
         self.margin = 0.0  # how sure a neuron must be to be read ahead
         self._arrived: Arrived | None = None
         self._unused = np.zeros(0, bool)  # of what arrived
+        self._last_part = True  # of the present token's neurons, where the slots do not hold them all
         self._looked = 0.0  # the token for which the next layer's neurons were guessed, by when it began
 
     def set_slots(self, capacity: int) -> None:
@@ -193,6 +194,7 @@ class FlashFFN(nn.Module):
             slots.clear()
         self._take_ahead()
         for at in range(0, max(1, len(ids)), slots.capacity):
+            self._last_part = at + slots.capacity >= len(ids)
             yield ids[at : at + slots.capacity]
         self._settle_ahead()
         shared.clock.in_window += slots.num_used
@@ -263,9 +265,16 @@ class FlashFFN(nn.Module):
         return ffns[self.layer + 1] if self.layer + 1 < len(ffns) else None
 
     def _look_ahead(self) -> None:
-        """Begin to read what the next layer is likely to need, once a token."""
+        """Begin to read what the next layer is likely to need, once a token: when nothing is taken from the buffer any
+        more."""
         ahead, following = self.shared.ahead, self._following
-        if ahead is None or following is None or self.residual is None or self._looked == self.shared.clock.began:
+        if (
+            not self._last_part
+            or ahead is None
+            or following is None
+            or self.residual is None
+            or self._looked == self.shared.clock.began
+        ):
             return
         self._looked = self.shared.clock.began
         ids = self._guessed(following)

@@ -57,8 +57,10 @@ class PreallocatedLayer(DynamicLayer):
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens."""
-        self.length = length
+        before, self.length = self.length, length
         if self.storage is not None:
+            for store in self.storage if length < before else ():
+                store[:, :, length:before] = 0  # whoever attends to all places meets what is not finite in none
             self.keys, self.values = (store[:, :, :length] for store in self.storage)
 
     def resize(self, capacity: int, dtype: DType = "float32") -> None:
@@ -97,6 +99,7 @@ def cache_argument(model: torch.nn.Module) -> str:
 
 
 def cache_bytes(spec: ModelSpec, capacity: int, dtype: DType = "float32") -> int:
-    """Bytes of keys and values of `capacity` tokens."""
+    """Bytes of keys and values of `capacity` tokens; of 16-bit ones, also of a layer's widened for its attention."""
     heads, width = family(spec.model_type).kv_shape(spec)
-    return 2 * TORCH_DTYPES[dtype].itemsize * spec.num_layers * capacity * heads * width
+    values, each = 2 * capacity * heads * width, TORCH_DTYPES[dtype].itemsize
+    return values * each * spec.num_layers + (0 if each == 4 else 4 * values)

@@ -375,8 +375,10 @@ class FlashEngine(TextEngine):
             raise
         self.position += len(ids)
         if not torch.isfinite(logits).all():
+            too_large = "or keys and values too large for kv_dtype=float16; " if self.run.kv_dtype == "float16" else ""
             raise StoreError(
-                f"{self.store.path}: logits that are not finite, so weights are damaged; run `workbench verify` on it"
+                f"{self.store.path}: logits that are not finite, so weights are damaged; {too_large}"
+                "run `workbench verify` on it"
             )
         return logits
 

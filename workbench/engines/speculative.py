@@ -41,8 +41,8 @@ DENSE = Ablation(predictor="off", windowing=False)
 
 
 NO_DRAFT = "ablation: speculative=True needs a draft model; pass --draft STORE or set speculative=False"
-Key = tuple[str, int, int, str]
-"""What a draft model was opened with: store, context, threads, io engine."""
+Key = tuple[str, int, str, int, str]
+"""What a draft model was opened with: store, context, dtype of its KV cache, threads, io engine."""
 
 
 class Draft(Protocol):
@@ -174,7 +174,7 @@ class Drafting:
         self.given: Draft | None = None
         self.acceptance = Acceptance()
         self._own: tuple[Key, DraftModel] | None = None
-        self._checked: dict[tuple[str, int], tuple[Store, DramPlan]] = {}
+        self._checked: dict[tuple[str, int, str], tuple[Store, DramPlan]] = {}
 
     def check(self, setting: Setting) -> int:
         """Bytes of DRAM that a setting's draft takes. Raises as `check_draft` does."""
@@ -183,7 +183,7 @@ class Drafting:
         return self.given.nbytes if self.given is not None else self._find(setting.run)[1].total
 
     def _find(self, run: RunSpec) -> tuple[Store, DramPlan]:
-        key = (run.draft, context_tokens(self.store, run))
+        key = (run.draft, context_tokens(self.store, run), run.kv_dtype)
         if key not in self._checked:
             self._checked[key] = check_draft(self.store, run)
         return self._checked[key]
@@ -192,7 +192,7 @@ class Drafting:
         if not setting.ablation.speculative or self.given is not None:
             return None
         run = setting.run
-        return run.draft, context_tokens(self.store, run), run.compute_threads, setting.ablation.io
+        return run.draft, context_tokens(self.store, run), run.kv_dtype, run.compute_threads, setting.ablation.io
 
     def let_go(self, setting: Setting) -> None:
         """Close a model that the setting does not ask for."""

@@ -40,6 +40,9 @@ WINDOWS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 VARIATION = 1.1
 """Slots that a layer needs over the mean number of neurons that its window keeps, for the window to be cut short for
 none of the tokens, which differ."""
+ALIKE = 1.001
+"""Windows whose times differ by no more count as equal: slots are whole, and a window that is cut short is what is left
+of it, however long it was."""
 LEAST_FILE = 16 << 20
 PROMPT = 128
 """Tokens before the first one that is planned for, the paper's."""
@@ -245,7 +248,8 @@ def choose(
         fits = window_fits(model, use, k, dram)
         need = window_bytes(model, use, each)
         windows.append({"window": k, "need_bytes": need, "fits": fits, "total_ms": price.total_ms})
-    best = dataclasses.replace(run, window=min(windows, key=lambda row: (row["total_ms"], row["window"]))["window"])
+    least = min(row["total_ms"] for row in windows)
+    best = dataclasses.replace(run, window=next(row["window"] for row in windows if row["total_ms"] <= ALIKE * least))
     depths = []
     for count in flash.depths if depth is None else (depth,):
         depths.append({"depth": count, "total_ms": cost(dataclasses.replace(best, depth=count))[1].total_ms})

@@ -43,6 +43,7 @@ from workbench.flash.manifest import WEIGHT_FILES, canonical, file_sizes
 from workbench.flash.store import Progress, Store
 from workbench.models import family_of
 from workbench.predictor.card import SCHEMA as CARD_SCHEMA
+from workbench.predictor.config import ITEMSIZE as FACTOR_BYTES
 from workbench.predictor.config import StoreDType
 from workbench.predictor.fingerprint import fingerprint
 from workbench.predictor.low_rank import Predictors
@@ -258,7 +259,7 @@ class SyntheticSource:
 
     def source(self) -> dict[str, Any]:
         """Name and fingerprint: the request decides every weight."""
-        digest = hashlib.sha256(canonical(self.request.as_dict())).hexdigest()
+        digest = hashlib.sha256(canonical(self.request.of_weights())).hexdigest()
         return {"name": self.request.name, "dtype": self.dtype, "digest": digest, "synthetic": True}
 
     def modified(self) -> dict[str, int]:
@@ -296,7 +297,8 @@ def _check_places(request: Request, store: Path, predictors: Path, dense: DenseC
     existing, spec = None, request.spec
     if os.path.lexists(predictors):
         existing = Predictors.load(predictors)
-        if existing.card.get("request") != json.loads(json.dumps(request.as_dict())):
+        known = {"predictor_dtype": existing.card.get("store_dtype"), **existing.card.get("request", {})}
+        if known != json.loads(json.dumps(request.as_dict())):
             raise PredictorError(f"{predictors}: already holds other predictors; choose another name, or delete it")
     ready = dense.check() if dense else True
     layout = RecordLayout.of(spec, request.dtype)
@@ -308,7 +310,8 @@ def _check_places(request: Request, store: Path, predictors: Path, dense: DenseC
         wanted.append((store, sum(file_sizes(spec, layout, resident.offset + resident.nbytes).values()) - present))
     if existing is None:
         ranks = sum(request.rank(n) for n in range(spec.num_layers))
-        wanted.append((predictors, 2 * ranks * (spec.d_model + spec.d_ff) + 4 * spec.ffn_neurons))
+        factors = FACTOR_BYTES[request.predictor_dtype] * ranks * (spec.d_model + spec.d_ff)
+        wanted.append((predictors, factors + 8 * spec.ffn_neurons))  # biases, and scales
     if dense and not ready:
         wanted.append((dense.target, dense.nbytes - dense.present()))
     _check_space(wanted)

@@ -85,6 +85,12 @@ class Request:
         """The fields as JSON has them, with the generator's version."""
         return {**asdict(self), "spec": self.spec.as_dict(), "version": VERSION}
 
+    def of_weights(self) -> dict[str, Any]:
+        """What decides the weights: all but the dtype of the predictors."""
+        found = self.as_dict()
+        del found["predictor_dtype"]
+        return found
+
     def density(self, layer: int) -> float:
         """How much denser than the mean a layer is."""
         layers = self.spec.num_layers

@@ -47,7 +47,7 @@ class TorchCudaEngine(TransformersEngine):
         kernels: Machine | None = None,
     ):
         self.card = Card(kernels or TorchMachine(), torch.device("cuda" if kernels is None else "cpu"))
-        self._predictor_s = 0.0
+        self._predictor_s, self._just_recorded = 0.0, False
         super().__init__(store, ablation, predictors, run)
 
     def check(self, setting: Setting) -> DramPlan:
@@ -134,18 +134,33 @@ class TorchCudaEngine(TransformersEngine):
                     run = functools.partial(self._run_fixed, graphs)
                     logits = graphs.record(run) if graphs.tokens else run()
             except RuntimeError as error:
+                if not graphs.tokens:  # nothing was being recorded
+                    raise
                 self._recordable = False
+                self._start_token_again()
                 why = (str(error).splitlines() or [type(error).__name__])[0]
                 warnings.warn(
                     f"torch-cuda: {self.spec.model_type} cannot be recorded as CUDA graphs ({why}), so its operations "
                     "are asked for one by one, which is slower",
                     stacklevel=2,
                 )
-                return self._run_model(graphs.ids.clone(), 1)
+                return self._run_model(torch.tensor([[token]], device=card.device), 1)
+            self._just_recorded = graphs.whole
         graphs.tokens += 1
         for layer in layers:
             layer.grow()
         return logits
+
+    def _start_token_again(self) -> None:
+        """As if the present token had not begun."""
+        if self.shared.ahead is not None:
+            self.shared.ahead.drain()
+        self.rewind(self.position)
+        for ffn in self.ffns:
+            ffn.clear()
+        self._drop_graphs()
+        self.card.forget()
+        self.clock.begin()
 
     def _run_fixed(self, graphs: TokenGraphs) -> torch.Tensor:
         given = {"use_cache": True, "logits_to_keep": 1, self._cache_argument: self.cache}
@@ -164,6 +179,6 @@ class TorchCudaEngine(TransformersEngine):
             self.clock.active += int(fired)
         before = self.clock.seconds["predictor"]
         card.settle(self.clock)
-        if card.graphs is not None and card.graphs.tokens == 2:  # recorded just now: what predictors take by themselves
-            self._predictor_s = self.clock.seconds["predictor"] - before
+        if self._just_recorded:  # what predictors take by themselves
+            self._predictor_s, self._just_recorded = self.clock.seconds["predictor"] - before, False
         return found

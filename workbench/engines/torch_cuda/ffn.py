@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -100,8 +101,7 @@ class CardFFN(FlashFFN):
             with self.shared.clock.time("mem"):
                 half = card.half()
             self._fetch(part, self.all_ids[: len(part)], half.bytes, sequential=sequential)
-            last = at + size >= len(ids)  # the others' way is hidden by the next read
-            with card.timed("mem", self.shared.clock) if last else self.shared.clock.time("mem"):
+            with self._mem(hidden=at + size < len(ids)):
                 insert(card.machine, self._matrix, width, half.host, places[at : at + len(part)], card.count(len(part)))
                 half.free = card.mark()
 
@@ -180,16 +180,17 @@ class CardFFN(FlashFFN):
         """The FFN where a token is recorded: its lists belong to the graph before it, its biases to the one after."""
         predictor: Any = self.predictor
         following, guess = self._ahead_of()
-        lists = [predictor.ids(row)]
+        lists, ahead = [predictor.ids(row)], cast(Any, following and following.predictor)
         if following is not None and guess is not None:
-            ahead: Any = following.predictor
             lists.append(ahead.ids(guess, graphs.margins[following.layer]))
         out = torch.zeros_like(row)
         self.recorded = _Recorded(graphs, row, out, graphs.list_out(lists))
 
         def run() -> None:
-            with self.card.span("predictor"):  # by itself, for what it takes
+            with self.card.span("predictor"):  # by themselves, for what they take
                 predictor.ids(row)
+                if following is not None and guess is not None:
+                    ahead.ids(guess, graphs.margins[following.layer])
             self.between_graphs()
 
         graphs.cut(run)
@@ -208,8 +209,7 @@ class CardFFN(FlashFFN):
 
     def _guessed(self, following: FlashFFN) -> Array:
         if self._copied is not None:  # the buffer is about to be written again
-            with self.shared.clock.time("mem"):
-                self._copied.synchronize()
+            self._copied.synchronize()
             self._copied = None
         return self._guess
 
@@ -248,11 +248,12 @@ class CardFFN(FlashFFN):
                     *self._up_by_slot(slots),
                 ]
             )
-        self._move(sources, targets, len(change.moves))
+        hidden = not here.all()  # by the read that follows
+        self._move(sources, targets, len(change.moves), hidden)
         biases = bias, up[0] if up else None
         out = self._sum_of(row, self._matrix, kept_rows, card.count(len(kept)), *biases)
         if len(at):
-            self._put_landed(held_at, loaded[: len(at)])
+            self._put_landed(held_at, loaded[: len(at)], hidden)
         self._bring(change.load_ids[~here], loaded[len(at) :])
         self._look_ahead()
         if len(places):
@@ -264,19 +265,24 @@ class CardFFN(FlashFFN):
     def _up_by_slot(self, slots: Slots) -> list[Array]:
         return [] if self.biases.up is None else [self.biases.up[slots.pointer[: slots.num_used]]]
 
-    def _move(self, sources: torch.Tensor, targets: torch.Tensor, count: int) -> None:
+    def _mem(self, hidden: bool) -> AbstractContextManager[None]:
+        """Counts what the card is asked for within it: its time, or the host's alone where a read hides that."""
+        clock = self.shared.clock
+        return clock.time("mem") if hidden else self.card.timed("mem", clock)
+
+    def _move(self, sources: torch.Tensor, targets: torch.Tensor, count: int, hidden: bool) -> None:
         """Close holes: slots to slots."""
         if count:
-            with self.card.timed("mem", self.shared.clock):
+            with self._mem(hidden):
                 move(self.card.machine, self._matrix, self.shared.slot_bytes, sources, targets, self.card.count(count))
 
-    def _put_landed(self, held_at: torch.Tensor, places: torch.Tensor) -> None:
+    def _put_landed(self, held_at: torch.Tensor, places: torch.Tensor, hidden: bool) -> None:
         """What was read ahead, to its slots: all of it in one copy, then those neurons that are needed."""
         card, width, arrived = self.card, self.shared.slot_bytes, self._arrived
         assert arrived is not None
         assert self._matrix is not None
         nbytes = len(arrived.ids) * width
-        with card.timed("mem", self.shared.clock):
+        with self._mem(hidden):
             there = torch.from_numpy(arrived.buffer[:nbytes]).to(card.device, non_blocking=True).view(-1, width)
             rows = self._matrix.view(-1, width)
             rows[places.view(torch.int32).long()] = there[held_at.view(torch.int32).long()]
@@ -314,7 +320,7 @@ class CardFFN(FlashFFN):
             )  # fmt: skip
         for i, change in enumerate(changes):
             sources, targets = rest[len(ids) + 2 * i :][:2]
-            self._move(sources, targets, len(change.moves))
+            self._move(sources, targets, len(change.moves), bool(len(load)))
         self._bring(load, places)
         biases = bias, None if self.biases.up is None else rest[-1]
         for i, own in enumerate(ids):

@@ -104,9 +104,10 @@ class TokenGraphs:
         self._open.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:
-        graph, self._open = self._open, None
+        graph = self._open
         assert graph is not None
         graph.capture_end()
+        self._open = None
         graph.replay()
         self._graphs.append(graph)
 
