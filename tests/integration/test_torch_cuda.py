@@ -18,6 +18,7 @@ from workbench.engines import load, memory_bandwidth, open_engine
 from workbench.engines.pipeline import FlashEngine
 from workbench.engines.setting import Setting
 from workbench.engines.torch_cuda.engine import TorchCudaEngine
+from workbench.engines.torch_cuda.graphs import TokenGraphs
 from workbench.errors import DeviceError
 from workbench.experiments.convert import convert
 from workbench.flash.store import Store
@@ -64,6 +65,72 @@ def test_oracle_logits_are_transformers(made: Made, opened: Opened) -> None:
         found += [engine.step(token)[0][None] for token in ids[18:21]]
         found.append(engine.prefill(ids[21:], keep=len(ids[21:]))[0])
         assert difference(torch.cat(found), made.logits[: len(ids)]) < TOLERANCE
+
+
+@pytest.mark.parametrize("made", ["opt", "persimmon", "llama fatrelu, biases", "falcon 7b", "phi"], indirect=True)
+def test_a_token_at_a_position_that_is_data(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded as graphs on a card, run without being recorded: position and mask are arrays, and attention
+    sees all places of the KV cache, some with what was taken back."""
+    ids = made.ids[:24].tolist()
+    with emulated(made.store, ORACLE) as engine:
+        monkeypatch.setattr(engine, "_as_graphs", lambda: True)
+        engine.prefill(ids[:18])
+        engine.prefill(ids[5:10])
+        engine.rewind(18)
+        found = []
+        for token in ids[18:]:
+            engine._drop_graphs()
+            found.append(engine.step(token)[0])
+            assert engine.card.graphs.tokens == 1
+        assert engine.position == len(ids)
+    assert difference(torch.stack(found), made.logits[18 : len(ids)]) < TOLERANCE
+
+
+def test_a_token_that_cannot_be_recorded_is_taken_all_the_same(
+    demo_store: Store, demo_text: np.ndarray, demo_logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails in the middle, with neurons half loaded and others being read ahead."""
+    monkeypatch.setattr(TokenGraphs, "record", lambda self, forward: forward())
+    with emulated(demo_store, dataclasses.replace(ORACLE, prefetch=True)) as engine:
+        monkeypatch.setattr(engine, "_as_graphs", lambda: engine._recordable)
+        engine.step(int(demo_text[0]))
+        original = engine.ffns[3]._fetch
+
+        def failing(*args: Any, **kwargs: Any) -> None:
+            monkeypatch.setattr(engine.ffns[3], "_fetch", original)
+            raise RuntimeError("operation not permitted\nand more")
+
+        monkeypatch.setattr(engine.ffns[3], "_fetch", failing)
+        with pytest.warns(UserWarning, match=r"cannot be recorded as CUDA graphs \(operation not permitted\)"):
+            logits, stats = engine.step(int(demo_text[1]))
+        assert engine.card.graphs is None
+        assert stats.active == stats.predicted  # the oracle's; nothing of the first attempt is counted
+        found = [logits, *(engine.step(token)[0] for token in demo_text[2:5].tolist())]
+    assert difference(torch.stack(found), demo_logits[1:5]) < TOLERANCE
+
+
+@pytest.mark.device
+def test_tokens_as_graphs_are_torch_cpus(demo_store: Store, demo_text: np.ndarray, demo_predictors: Predictors) -> None:
+    run, ids = dataclasses.replace(RUN, dram="110%"), demo_text[:40].tolist()
+    with (
+        on_a_card(demo_store, Ablation(), demo_predictors, run) as ours,
+        open_engine(demo_store, Ablation(), demo_predictors, run) as cpu,
+    ):
+        for ablation in (Ablation(), Ablation(prefetch=True), Ablation()):
+            ours.ablation = cpu.ablation = ablation
+            for engine in (ours, cpu):
+                engine.reset()
+                engine.prefill(ids[:20])
+            for token in ids[20:28]:
+                assert difference(ours.step(token)[0], cpu.step(token)[0]) < TOLERANCE
+            assert ours.card.graphs.whole
+            for engine in (ours, cpu):
+                engine.prefill(ids[28:31])
+                engine.rewind(29)
+            for token in ids[31:34]:
+                (found, cost), (wanted, known) = ours.step(token), cpu.step(token)
+                assert difference(found, wanted) < TOLERANCE
+                assert (cost.predicted, cost.in_window) == (known.predicted, known.in_window)
 
 
 @both
@@ -191,4 +258,6 @@ def test_without_a_card_it_is_one_line(demo_store: Store) -> None:
 
 @pytest.mark.device
 def test_the_floor_goes_by_the_cards_memory() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
     assert memory_bandwidth("torch-cuda") > 2 * memory_bandwidth("torch-cpu")

@@ -47,6 +47,27 @@ class Pinned:
         self.bytes: np.ndarray[Any, Any] = self.tensor.numpy()
 
 
+Lists = list[tuple[torch.Tensor, torch.Tensor]]
+"""Lists of neurons on the card: (ids uint32 [n], how many of them count uint32 [1]) each."""
+
+
+def send_lists(lists: Lists, to: Pinned) -> list[tuple[int, int]]:
+    """Have lists copied to the host. Returns where they will be, for `read_lists`."""
+    host, at, places = to.tensor.view(torch.int32), 0, []
+    for ids, count in lists:
+        host[at : at + len(ids)].copy_(ids.view(torch.int32), non_blocking=True)
+        host[at + len(ids) : at + len(ids) + 1].copy_(count.view(torch.int32), non_blocking=True)
+        places.append((at, at + len(ids)))
+        at += len(ids) + 1
+    return places
+
+
+def read_lists(held: Pinned, places: list[tuple[int, int]]) -> list[np.ndarray[Any, Any]]:
+    """Lists that have arrived, int32 each."""
+    found = held.bytes.view(np.int32)
+    return [found[start : start + int(found[end])].copy() for start, end in places]
+
+
 class Half:
     """A half of the staging: records on the host, as many on the card, and when the card is done with them."""
 
@@ -133,21 +154,15 @@ class Card:
         held[:nbytes].copy_(pinned.tensor[:nbytes], non_blocking=True)
         return sent
 
-    def fetch(self, lists: list[tuple[torch.Tensor, torch.Tensor]], clock: StepClock) -> list[np.ndarray[Any, Any]]:
-        """Lists of neurons, (ids uint32 [n], how many of them count uint32 [1]) each, as int32 arrays: one wait."""
+    def fetch(self, lists: Lists, clock: StepClock) -> list[np.ndarray[Any, Any]]:
+        """Lists of neurons as int32 arrays: one wait."""
         nbytes = sum(4 * (len(ids) + 1) for ids, _ in lists)
         if self._listed is None or len(self._listed.bytes) < nbytes:
             self._listed = Pinned(round_up(nbytes, PAGE), self.on_gpu)
-        host, at, places = self._listed.tensor.view(torch.int32), 0, []
-        for ids, count in lists:
-            host[at : at + len(ids)].copy_(ids.view(torch.int32), non_blocking=True)
-            host[at + len(ids) : at + len(ids) + 1].copy_(count.view(torch.int32), non_blocking=True)
-            places.append((at, at + len(ids)))
-            at += len(ids) + 1
+        places = send_lists(lists, self._listed)
         with clock.wait():
             self.wait()
-        found = host.numpy()
-        return [found[start : start + int(found[end])].copy() for start, end in places]
+        return read_lists(self._listed, places)
 
     # order
 

@@ -13,7 +13,7 @@ from workbench.dram.slots import Slots
 from workbench.engines.few import passes, take_in
 from workbench.engines.ffn import Biases, FlashFFN, Shared, found_in, widened
 from workbench.engines.layers import FEW_TOKENS
-from workbench.engines.torch_cuda.card import Card, Half
+from workbench.engines.torch_cuda.card import Card, Half, read_lists, send_lists
 from workbench.engines.torch_cuda.graphs import TokenGraphs
 from workbench.kernels.metal.predictor import predict
 from workbench.kernels.metal.slots import insert, move
@@ -184,7 +184,7 @@ class CardFFN(FlashFFN):
         if following is not None and guess is not None:
             lists.append(ahead.ids(guess, graphs.margins[following.layer]))
         out = torch.zeros_like(row)
-        self.recorded = _Recorded(graphs, row, out, graphs.list_out(lists))
+        self.recorded = _Recorded(graphs, row, out, send_lists(lists, graphs.lists))
 
         def run() -> None:
             with self.card.span("predictor"):  # by themselves, for what they take
@@ -203,7 +203,7 @@ class CardFFN(FlashFFN):
         assert recorded is not None
         with self.shared.clock.wait():
             self.card.wait()
-        found = recorded.graphs.listed(recorded.places)
+        found = read_lists(recorded.graphs.lists, recorded.places)
         self._guess = found[-1]
         recorded.out.copy_(self._some(recorded.row, found[0]))
 

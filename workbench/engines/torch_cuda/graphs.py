@@ -50,7 +50,7 @@ class TokenGraphs:
         self.ids, self.position = whole[:1].view(1, 1), whole[1:]
         self.margins = self._given[TOKEN_BYTES:nbytes].view(torch.float32)
         self._places = torch.arange(capacity, device=card.device)
-        self._lists = Pinned(round_up(8 * (d_ff + 1), PAGE), card.on_gpu)
+        self.lists = Pinned(round_up(8 * (d_ff + 1), PAGE), card.on_gpu)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._open: torch.cuda.CUDAGraph | None = None
         self._pool: Any = None
@@ -133,24 +133,6 @@ class TokenGraphs:
             ffn.between_graphs()
         self._graphs[-1].replay()
         return self.logits
-
-    # lists of neurons
-
-    def list_out(self, lists: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[int, int]]:
-        """Copy lists of neurons, (ids uint32 [n], how many of them count uint32 [1]) each, to the host; where they will
-        be, for `listed`."""
-        host, at, places = self._lists.tensor.view(torch.int32), 0, []
-        for ids, count in lists:
-            host[at : at + len(ids)].copy_(ids.view(torch.int32), non_blocking=True)
-            host[at + len(ids) : at + len(ids) + 1].copy_(count.view(torch.int32), non_blocking=True)
-            places.append((at, at + len(ids)))
-            at += len(ids) + 1
-        return places
-
-    def listed(self, places: list[tuple[int, int]]) -> list[np.ndarray[Any, Any]]:
-        """Lists that have arrived, int32 each."""
-        found = self._lists.bytes.view(np.int32)
-        return [found[start : start + int(found[end])].copy() for start, end in places]
 
     @contextmanager
     def fixed(self, layers: Any) -> Iterator[None]:
