@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -29,13 +29,13 @@ from workbench.engines import BACKENDS, device_of, open_engine
 from workbench.engines.pipeline import FlashEngine
 from workbench.engines.sampling import greedy
 from workbench.errors import WorkbenchError
+from workbench.experiments.ablate import WARM_UP
 from workbench.experiments.record import machine, model_name, run_info
 from workbench.flash.store import Store
 from workbench.predictor.low_rank import Predictors
-from workbench.spec import RunSpec
+from workbench.spec import DType, RunSpec
 
 PAPER_GAIN = 1.4
-WARM_UP = 8
 FIGURES = ("total_ms", "io_ms", "mem_ms", "compute_ms", "read_bytes", "loaded")
 
 
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=BACKENDS, default="torch-cpu")
     parser.add_argument("--dram", default="50%")
     parser.add_argument("--window", type=int, default=4)
-    parser.add_argument("--kv-dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    parser.add_argument("--kv-dtype", choices=get_args(DType), default="float32")
     parser.add_argument("--draft-tokens", type=int, default=4, help="the paper's lambda")
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.6, 0.8, 1.0])
     parser.add_argument("--prompt", type=int, default=64)

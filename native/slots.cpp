@@ -45,10 +45,8 @@ const SlotChange& SlotTable::update(const int32_t* predicted, int64_t count, int
   holes_.clear();
   ++clock_;
   // Before anything is looked up: the window is the k tokens before this one, not one more.
-  if (!tokens_.empty() && tokens_.front().stamp == kNever) drop_oldest(INT64_MAX);
-  if (window >= 0) {
-    while (!tokens_.empty() && tokens_.front().stamp < clock_ - window) drop_oldest(INT64_MAX);
-  }
+  const int64_t oldest = window < 0 ? kNever + 1 : clock_ - window;
+  while (!tokens_.empty() && tokens_.front().stamp < oldest) drop_oldest(INT64_MAX);
   for (int64_t i = 0; i < count; ++i) {
     last_used_[predicted[i]] = clock_;
     if (slot_of_[predicted[i]] < 0) change_.load_ids.push_back(predicted[i]);

@@ -27,8 +27,8 @@ class SlotTable {
   SlotTable(int32_t d_ff, int32_t capacity, int64_t slot_bytes, SlotArrays arrays);
 
   // One token. `predicted` is sorted and unique. Neurons last predicted more than `window` tokens ago leave; when there
-  // is no room the oldest tokens' neurons leave first, no more of them than have to. window < 0: nothing leaves for its age.
-  // The result is valid until the next call. std::invalid_argument, with nothing changed, for bad input.
+  // is no room the oldest tokens' neurons leave first, no more of them than have to. window < 0: nothing leaves for its
+  // age. The result is valid until the next call. std::invalid_argument, with nothing changed, for bad input.
   const SlotChange& update(const int32_t* predicted, int64_t count, int64_t window);
   // Those of `ids` that the next token's update would have to load. Changes nothing.
   std::vector<int32_t> missing(const int32_t* ids, int64_t count, int64_t window) const;

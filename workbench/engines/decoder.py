@@ -63,15 +63,15 @@ class TransformersEngine(FlashEngine):
 
         return hook
 
-    def _run_model(self, ids: torch.Tensor, keep: int) -> torch.Tensor:
-        """Logits float32 [keep, vocab] for ids int64 [1, T]."""
+    def _run_model(self, ids: torch.Tensor, keep: int, **more: torch.Tensor) -> torch.Tensor:
+        """Logits float32 [keep, vocab] for ids int64 [1, T]; `more`: arguments of the model's own forward pass."""
         assert self.reader is not None
         if not self.shared.ablation.hybrid:
             self.weights.load(self.reader, "embed")
             self.weights.load(self.reader, "head")
         given = {"use_cache": True, "logits_to_keep": keep, self._cache_argument: self.cache}
         with torch.no_grad():
-            return self.model(input_ids=ids, **given).logits[0].float()
+            return self.model(input_ids=ids, **given, **more).logits[0].float()
 
 
 def _watch_residual(ffn: FlashFFN, norm: torch.nn.Module | None) -> None:

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from workbench.engines.layers import TORCH_DTYPES
 from workbench.models import family
-from workbench.spec import DType, ModelSpec
+from workbench.spec import ITEMSIZE, DType, ModelSpec
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -101,5 +101,5 @@ def cache_argument(model: torch.nn.Module) -> str:
 def cache_bytes(spec: ModelSpec, capacity: int, dtype: DType = "float32") -> int:
     """Bytes of keys and values of `capacity` tokens; of 16-bit ones, also of a layer's widened for its attention."""
     heads, width = family(spec.model_type).kv_shape(spec)
-    values, each = 2 * capacity * heads * width, TORCH_DTYPES[dtype].itemsize
+    values, each = 2 * capacity * heads * width, ITEMSIZE[dtype]
     return values * each * spec.num_layers + (0 if each == 4 else 4 * values)

@@ -365,13 +365,7 @@ class FlashEngine(TextEngine):
         try:
             logits = self._logits(ids, keep)
         except BaseException:
-            # Wherever it ended: the first layers have keys of tokens that the others never saw, and a table of slots
-            # may name neurons that never arrived.
-            if self.shared.ahead is not None:
-                self.shared.ahead.drain()
-            self.rewind(self.position)
-            for ffn in self.ffns:
-                ffn.clear()
+            self._take_back()
             raise
         self.position += len(ids)
         if not torch.isfinite(logits).all():
@@ -381,6 +375,15 @@ class FlashEngine(TextEngine):
                 "run `workbench verify` on it"
             )
         return logits
+
+    def _take_back(self) -> None:
+        """As if the tokens that are being taken had not been begun. Wherever that ended: the first layers have keys of
+        tokens that the others never saw, and a table of slots may name neurons that never arrived."""
+        if self.shared.ahead is not None:
+            self.shared.ahead.drain()
+        self.rewind(self.position)
+        for ffn in self.ffns:
+            ffn.clear()
 
     def step(self, token: int) -> tuple[torch.Tensor, TokenStats]:
         """Take one token; logits [vocab] for the next, and what it cost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.spec import DType
+from workbench.spec import ITEMSIZE, DType
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -26,7 +26,7 @@ class LayerCache:
     @property
     def nbytes(self) -> int:
         """Bytes that keys and values take at this capacity."""
-        return 2 * (4 if self.dtype == "float32" else 2) * self.heads * self.capacity * self.width
+        return 2 * ITEMSIZE[self.dtype] * self.heads * self.capacity * self.width
 
     def update(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values, float32 [1, heads, tokens, width]; returns all, float32

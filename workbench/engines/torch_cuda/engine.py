@@ -137,7 +137,10 @@ class TorchCudaEngine(TransformersEngine):
                 if not graphs.tokens:  # nothing was being recorded
                     raise
                 self._recordable = False
-                self._start_token_again()
+                self._take_back()
+                self._drop_graphs()
+                card.forget()
+                self.clock.begin()  # nothing of the attempt is counted
                 why = (str(error).splitlines() or [type(error).__name__])[0]
                 warnings.warn(
                     f"torch-cuda: {self.spec.model_type} cannot be recorded as CUDA graphs ({why}), so its operations "
@@ -151,24 +154,8 @@ class TorchCudaEngine(TransformersEngine):
             layer.grow()
         return logits
 
-    def _start_token_again(self) -> None:
-        """As if the present token had not begun."""
-        if self.shared.ahead is not None:
-            self.shared.ahead.drain()
-        self.rewind(self.position)
-        for ffn in self.ffns:
-            ffn.clear()
-        self._drop_graphs()
-        self.card.forget()
-        self.clock.begin()
-
     def _run_fixed(self, graphs: TokenGraphs) -> torch.Tensor:
-        given = {"use_cache": True, "logits_to_keep": 1, self._cache_argument: self.cache}
-        with torch.no_grad():
-            found = self.model(
-                input_ids=graphs.ids, attention_mask=graphs.mask(), position_ids=graphs.position[None], **given
-            )
-        return found.logits[0].float()
+        return self._run_model(graphs.ids, 1, attention_mask=graphs.mask(), position_ids=graphs.position[None])
 
     def _found(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits on the host, once the card has done all."""
